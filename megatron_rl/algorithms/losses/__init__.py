@@ -1,0 +1,28 @@
+"""Policy losses by name. A new loss is one file with a factory `build(**options) -> Loss`, and one row here."""
+
+import inspect
+from collections.abc import Callable
+
+import torch
+
+from megatron_rl.algorithms.losses import ipo
+
+Loss = Callable[..., tuple[torch.Tensor, dict[str, torch.Tensor]]]
+"""(trainer_logprobs, inference_logprobs, advantages, mask, cu_seqlens=None) -> (per-token loss, per-token metrics).
+
+All tensors are 1-D float (mask: bool) of one length. The loss is 0 outside the mask and divided by nothing; metrics
+are per-token values to be averaged over the mask. `granularity` on the function: "token" or "sequence".
+"""
+
+LOSSES: dict[str, Callable[..., Loss]] = {"ipo": ipo.build}
+
+
+def build_loss(name: str, **options: float) -> Loss:
+    """The loss `name` with its options. ValueError names an unknown loss or option and the known ones."""
+    if name not in LOSSES:
+        raise ValueError(f"unknown loss {name!r}; known: {', '.join(sorted(LOSSES))}")
+    known = inspect.signature(LOSSES[name]).parameters
+    for option in options:
+        if option not in known:
+            raise ValueError(f"loss {name!r} has no option {option!r}; it has: {', '.join(known)}")
+    return LOSSES[name](**options)

@@ -1,0 +1,75 @@
+"""What a whole run is: the top-level tables of rl and sft configs."""
+
+from pydantic import Field
+
+from megatron_rl.config.base import Table
+from megatron_rl.config.inference import InferenceConfig
+from megatron_rl.config.model import ModelConfig
+from megatron_rl.config.orchestrator import OrchestratorConfig
+from megatron_rl.config.sources import EvalSourcesConfig, TrainSourcesConfig
+from megatron_rl.config.trainer import SftConfig, TrainerConfig
+from megatron_rl.config.weights import WeightsConfig
+
+
+class RunConfig(Table):
+    """[run] Where a run lives: `<root>/<name>/`."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")
+    root: str = "runs"
+    clean: bool = False
+    """Delete what a used run directory holds (`--clean`)."""
+    tensorboard: bool = False
+    wandb: bool = False
+
+    @property
+    def dir(self) -> str:
+        return f"{self.root}/{self.name}"
+
+
+class ResumeConfig(Table):
+    """[resume] `--resume` goes on from the last COMPLETE checkpoint; `--resume.dir DIR` from another run's."""
+
+    enabled: bool = False
+    dir: str | None = None
+
+
+class RLConfig(Table):
+    """Everything of `megatron-rl rl`."""
+
+    run: RunConfig
+    model: ModelConfig
+    seed: int = Field(default=0, ge=0)
+    deterministic: bool = False
+    """Synchronous, a seed per request, fixed submission order, no prefix cache, batches in dispatch order and kept."""
+    dump_batches: bool = False
+    """Keep every shipped batch under batches/ for replay (deterministic does so too)."""
+    sft: SftConfig | None = None
+    """Supervised warm-up before RL, while the engines start."""
+    trainer: TrainerConfig = TrainerConfig()
+    orchestrator: OrchestratorConfig = OrchestratorConfig()
+    inference: InferenceConfig = InferenceConfig()
+    weights: WeightsConfig = WeightsConfig()
+    train: TrainSourcesConfig
+    eval: EvalSourcesConfig = EvalSourcesConfig()
+    resume: ResumeConfig = ResumeConfig()
+
+
+class SftRunConfig(Table):
+    """Everything of `megatron-rl sft`."""
+
+    run: RunConfig
+    model: ModelConfig
+    seed: int = Field(default=0, ge=0)
+    sft: SftConfig
+    trainer: TrainerConfig = TrainerConfig()
+    resume: ResumeConfig = ResumeConfig()
+
+
+class EvalRunConfig(Table):
+    """Everything of `megatron-rl eval`."""
+
+    run: RunConfig
+    model: ModelConfig
+    seed: int = Field(default=0, ge=0)
+    inference: InferenceConfig = InferenceConfig()
+    eval: EvalSourcesConfig

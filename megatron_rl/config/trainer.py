@@ -1,0 +1,106 @@
+"""The trainer: parallel layout, optimizer, schedule, loss, checkpoints."""
+
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from megatron_rl.config.base import Table
+
+
+class ParallelConfig(Table):
+    """[trainer.parallel] Sizes of Megatron's process groups; data_parallel is derived from the number of ranks."""
+
+    tensor_parallel: int = Field(default=1, ge=1)
+    pipeline_parallel: int = Field(default=1, ge=1)
+    context_parallel: int = Field(default=1, ge=1)
+    data_parallel: int | None = Field(default=None, ge=1)
+    """Given: asserted against the ranks torchrun started; when we start the ranks ourselves, the number wanted (default 1)."""
+
+    @property
+    def model_parallel(self) -> int:
+        """Ranks of one model replica."""
+        return self.tensor_parallel * self.pipeline_parallel * self.context_parallel
+
+    @property
+    def world_size(self) -> int:
+        """Ranks to start when torchrun did not start us."""
+        return self.model_parallel * (self.data_parallel or 1)
+
+
+class OptimConfig(Table):
+    """[trainer.optim] AdamW through Megatron's optimizer (FP32 master weights; states sharded over data parallel)."""
+
+    lr: float = Field(default=1e-6, gt=0)
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = Field(default=1e-8, gt=0)
+    weight_decay: float = Field(default=0.0, ge=0)
+    clip_grad: float = Field(default=1.0, ge=0)
+    """Largest global gradient norm; 0 turns clipping off (the norm is still reported)."""
+
+
+class SchedulerConfig(Table):
+    """[trainer.scheduler] Learning rate over steps: linear warm-up, then constant, or decay to lr * min_ratio at the last step."""
+
+    kind: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps: int = Field(default=0, ge=0)
+    min_ratio: float = Field(default=0.0, ge=0, le=1)
+
+
+class LossConfig(Table):
+    """[trainer.loss] One of megatron_rl.algorithms.losses, with its options: `name = "ipo"`, `options = {eps = 0.3}`."""
+
+    name: str = "ipo"
+    options: dict[str, Any] = {}
+
+
+class CheckpointConfig(Table):
+    """[trainer.checkpoint]"""
+
+    interval: int | None = Field(default=None, ge=1)
+    """Steps between checkpoints; absent: only at the end."""
+    keep_last: int = Field(default=2, ge=1)
+    """Older complete checkpoints are deleted once a newer one is complete."""
+
+
+class TrainerConfig(Table):
+    """[trainer]"""
+
+    parallel: ParallelConfig = ParallelConfig()
+    optim: OptimConfig = OptimConfig()
+    scheduler: SchedulerConfig = SchedulerConfig()
+    loss: LossConfig = LossConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    steps: int = Field(default=100, ge=1)
+    """Optimizer steps of RL."""
+    micro_batch_tokens: int = Field(default=4096, ge=2)
+    """Capacity of one packed micro-batch; a single sample may not be longer."""
+    head_chunk_tokens: int = Field(default=1024, ge=1)
+    """Tokens whose logits exist at a time in the log-prob head."""
+    recompute: Literal["none", "full"] = "none"
+    """Activation recomputation."""
+    replay: str | None = None
+    """Directory of dumped batches (`runs/<name>/batches`): train on them instead of on live rollouts, without an engine."""
+    threads: int | None = Field(default=None, ge=1)
+    """CPU threads of one rank; default: cores / ranks on this machine."""
+    collective_timeout_s: float = Field(default=900.0, gt=0)
+    """A collective that takes longer is a hang: the rank dies and names it."""
+
+    @model_validator(mode="after")
+    def _warmup_fits(self) -> "TrainerConfig":
+        if self.scheduler.kind != "constant" and self.scheduler.warmup_steps >= self.steps:
+            raise ValueError(f"scheduler.warmup_steps = {self.scheduler.warmup_steps} leaves nothing of steps = {self.steps}")
+        return self
+
+
+class SftConfig(Table):
+    """[sft] Supervised warm-up: packed conversations, loss on assistant tokens only."""
+
+    data: str
+    """JSONL; a row is {"messages": [{"role", "content"}, ...]} or {"prompt": ..., "completion": ...}."""
+    steps: int = Field(default=100, ge=1)
+    batch_size: int = Field(default=32, ge=1)
+    """Rows per optimizer step, over all ranks."""
+    optim: OptimConfig = OptimConfig(lr=1e-5)
+    scheduler: SchedulerConfig = SchedulerConfig(kind="linear")
+    seed: int = 0
+    """Of the order in which rows are drawn."""
