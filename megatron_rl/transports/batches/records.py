@@ -32,10 +32,8 @@ STREAMS: tuple[Stream, ...] = (
     Stream("advantages", "float32", 0.0),
     Stream("rl_weights", "float32", 0.0),
     Stream("ce_weights", "float32", 0.0),
-    Stream("ref_kl_weights", "float32", 0.0),
-    Stream("ref_logprobs", "float32", 0.0),
 )
-COMPONENTS = ("rl", "ce", "ref_kl")
+COMPONENTS = ("rl", "ce")
 """The parts of the loss: L = sum over c of sum(c) / N_c."""
 
 
