@@ -87,7 +87,9 @@ class MicroBatch:
     @classmethod
     def empty(cls, step: int, policy_version: int, denominators: dict[str, float]) -> "MicroBatch":
         """One padding token that trains nothing: keeps the number of micro-batches equal over ranks."""
-        return cls(step, policy_version, np.array([0, 1], np.int32), {row.name: np.full(1, row.pad, row.dtype) for row in STREAMS}, denominators)
+        return cls(
+            step, policy_version, np.array([0, 1], np.int32), {row.name: np.full(1, row.pad, row.dtype) for row in STREAMS}, denominators
+        )
 
 
 @dataclass

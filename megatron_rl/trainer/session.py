@@ -1,0 +1,45 @@
+"""What SFT and RL share: ranks, policy, optimizer, and the last words of a run."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_rl import conversion, models, platform
+from megatron_rl.config.model import ModelConfig
+from megatron_rl.config.trainer import OptimConfig, SchedulerConfig, TrainerConfig
+from megatron_rl.trainer import checkpoint
+from megatron_rl.trainer.optimizer import Optimizer
+
+
+@dataclass
+class Session:
+    """One trainer rank, ready to train from `start` (the number of steps already made)."""
+
+    world: platform.World
+    policy: models.Policy
+    optimizer: Optimizer
+    source: str
+    start: int
+
+    def save_hf(self, out: Path) -> None:
+        """The policy as an HF directory (collective)."""
+        conversion.save_hf(self.policy, out, Path(self.source))
+
+
+def open_session(
+    model: ModelConfig,
+    source: str,
+    trainer: TrainerConfig,
+    optim: OptimConfig,
+    scheduler: SchedulerConfig,
+    steps: int,
+    seed: int,
+    resume_from: Path | None,
+) -> Session:
+    """Join the ranks, build the policy, and load `source`'s weights (HF) or the checkpoint `resume_from`."""
+    world = platform.initialize(trainer.parallel, seed, trainer.collective_timeout_s, trainer.threads)
+    policy = models.build(Path(source), trainer.parallel, model.dtype, trainer.recompute, trainer.head_chunk_tokens)
+    if resume_from is None:
+        conversion.load_hf(policy, Path(source))
+    optimizer = Optimizer(policy, optim, scheduler, steps)
+    start = checkpoint.load(resume_from, optimizer) if resume_from else 0
+    return Session(world, policy, optimizer, source, start)
