@@ -1,0 +1,81 @@
+"""What is wrong with a Hugging Face model directory, told without loading it (no torch, no transformers)."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+INDEX = "model.safetensors.index.json"
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file. ValueError, in one sentence, when it is not one."""
+    try:
+        value = json.loads(path.read_text())
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} holds no JSON object")
+    return value
+
+
+def model_problems(path: str) -> Iterator[str]:
+    """Problems of `model.path`: directory, config.json, weights."""
+    directory = Path(path)
+    if not directory.is_dir():
+        yield f"model.path: {path} is not a directory; give a local HF model directory (config.json and *.safetensors)"
+        return
+    if not (directory / "config.json").is_file():
+        yield f"model.path: {path} has no config.json"
+    else:
+        try:
+            read_json(directory / "config.json")
+        except ValueError as error:
+            yield f"model.path: {error}"
+    if (directory / INDEX).is_file():
+        try:
+            files = sorted(set(read_json(directory / INDEX).get("weight_map", {}).values()))
+        except ValueError as error:
+            yield f"model.path: {error}"
+            return
+        for missing in (name for name in files if not (directory / name).is_file()):
+            yield f"model.path: {path} lacks {missing}, which {INDEX} names"
+    elif not any(directory.glob("*.safetensors")):
+        other = " (pytorch_model.bin is not read; convert it to safetensors)" if any(directory.glob("*.bin")) else ""
+        yield f"model.path: {path} has no *.safetensors weights{other}"
+
+
+def tokenizer_problems(key: str, path: str, hf_config: dict[str, Any] | None) -> Iterator[str]:
+    """Problems of a tokenizer directory; with the model's config, also that every token id has an embedding row."""
+    directory = Path(path)
+    if not directory.is_dir():
+        yield f"{key}: {path} is not a directory; give a local HF tokenizer directory"
+        return
+    if not any((directory / name).is_file() for name in TOKENIZERS):
+        yield f"{key}: {path} has no tokenizer ({', '.join(TOKENIZERS)})"
+        return
+    if not (directory / "tokenizer.json").is_file():
+        return
+    try:
+        largest = _largest_id(read_json(directory / "tokenizer.json"))
+    except ValueError as error:
+        yield f"{key}: {error}"
+        return
+    vocab = text_config(hf_config).get("vocab_size") if hf_config else None
+    if isinstance(vocab, int) and largest >= vocab:
+        yield f"{key}: {path} has token id {largest}, the model's vocab_size is only {vocab}; use the model's own tokenizer"
+
+
+def text_config(hf_config: dict[str, Any]) -> dict[str, Any]:
+    """The language model's part of a config (multimodal families nest it)."""
+    return hf_config.get("text_config") or hf_config
+
+
+def _largest_id(tokenizer: dict[str, Any]) -> int:
+    vocab = tokenizer.get("model", {}).get("vocab", {})
+    ids = list(vocab.values()) if isinstance(vocab, dict) else list(range(len(vocab)))
+    ids += [token["id"] for token in tokenizer.get("added_tokens") or []]
+    return max(ids, default=-1)

@@ -1,0 +1,133 @@
+"""What the config tables look like from outside: the field a dotted key names, and all keys with their documentation."""
+
+import difflib
+import types
+import typing
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, get_args, get_origin
+
+from annotated_types import Ge, Gt, Le, Lt, MinLen
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+from megatron_rl.config.base import Table
+
+
+@dataclass(frozen=True)
+class Key:
+    """One row of the reference: `trainer.optim.lr`, its type, default and docstring as text."""
+
+    path: str
+    type: str
+    default: str
+    doc: str
+
+
+def members(annotation: Any) -> list[Any]:
+    """The alternatives of a union; a list of one for anything else."""
+    if get_origin(annotation) in (typing.Union, types.UnionType):
+        return list(get_args(annotation))
+    return [annotation]
+
+
+def table_of(annotation: Any) -> type[Table] | None:
+    """The table a field holds, `X` or `X | None`; None when it holds no table."""
+    for member in members(annotation):
+        if isinstance(member, type) and issubclass(member, Table):
+            return member
+    return None
+
+
+def rows_of(annotation: Any) -> type[Table] | None:
+    """The table of which a field holds a list (`[[train.source]]`)."""
+    return table_of(get_args(annotation)[0]) if get_origin(annotation) is list else None
+
+
+def field_at(table: type[Table], dotted: str) -> FieldInfo | None:
+    """The field that a dotted key names; None for an unknown one, and for a free key below a `dict` field."""
+    field: FieldInfo | None = None
+    current: type[Table] | None = table
+    for part in dotted.replace("-", "_").split("."):
+        if field is not None and part.isdigit() and rows_of(field.annotation):
+            current, field = rows_of(field.annotation), None
+        elif current is not None and part in current.model_fields:
+            field = current.model_fields[part]
+            current = table_of(field.annotation)
+        else:
+            return None
+    return field
+
+
+def nearest(root: type[Table], table: type[Table], path: str, key: str) -> str:
+    """The remedy for an unknown key of `table`: the nearest key there, else that key elsewhere, else all keys there."""
+    close = difflib.get_close_matches(key, list(table.model_fields), n=1, cutoff=0.6)
+    if close:
+        return f"did you mean {path + '.' if path else ''}{close[0]}?"
+    elsewhere = [row.path for below, inner in tables(root) for row in keys(inner, below)]
+    same = [dotted for dotted in elsewhere if dotted.rpartition(".")[2] == key] or [
+        dotted for dotted in elsewhere if difflib.get_close_matches(key, [dotted.rpartition(".")[2]], cutoff=0.8)
+    ]
+    if same:
+        return f"did you mean {' or '.join(same[:3])}?"
+    return f"keys there: {', '.join(table.model_fields)}"
+
+
+def tables(table: type[Table], path: str = "") -> Iterator[tuple[str, type[Table]]]:
+    """Every table below `table`, itself first: ("trainer.optim", OptimConfig), ("train.source[]", SourceConfig), ..."""
+    yield path, table
+    for name, field in table.model_fields.items():
+        below = f"{path}.{name}" if path else name
+        inner, rows = table_of(field.annotation), rows_of(field.annotation)
+        if inner is not None:
+            yield from tables(inner, below)
+        elif rows is not None:
+            yield from tables(rows, below + "[]")
+
+
+def keys(table: type[Table], path: str = "") -> list[Key]:
+    """The plain keys of one table (its sub-tables have entries of their own in `tables`)."""
+    out = []
+    for name, field in table.model_fields.items():
+        if table_of(field.annotation) is None and rows_of(field.annotation) is None:
+            out.append(
+                Key(f"{path}.{name}" if path else name, type_text(field), default_text(field), " ".join((field.description or "").split()))
+            )
+    return out
+
+
+def default_text(field: FieldInfo) -> str:
+    if field.is_required():
+        return "required"
+    default = field.get_default(call_default_factory=True)
+    if default is None or default is PydanticUndefined:
+        return "-"
+    if isinstance(default, bool):
+        return str(default).lower()
+    if isinstance(default, str):
+        return f'"{default}"'
+    return str(list(default) if isinstance(default, tuple) else default)
+
+
+def type_text(field: FieldInfo) -> str:
+    """`int >= 1`, `"none" | "full"`, `float (0, 1]`-like bounds spelled as comparisons."""
+    names = [_name(member) for member in members(field.annotation) if member is not type(None)]
+    bounds = []
+    for rule in field.metadata:
+        for kind, sign in ((Ge, ">="), (Gt, ">"), (Le, "<="), (Lt, "<")):
+            if isinstance(rule, kind):
+                bounds.append(f"{sign} {getattr(rule, kind.__name__.lower())}")
+        if isinstance(rule, MinLen):
+            bounds.append(f"at least {rule.min_length}")
+    return " | ".join(names) + (" " + ", ".join(bounds) if bounds else "")
+
+
+def _name(annotation: Any) -> str:
+    if get_origin(annotation) is typing.Literal:
+        return " | ".join(f'"{value}"' for value in get_args(annotation))
+    if get_origin(annotation) is dict:
+        return "table"
+    if get_origin(annotation) in (list, tuple):
+        inner = [argument for argument in get_args(annotation) if argument is not Ellipsis]
+        return "[" + ", ".join(_name(argument) for argument in inner) + "]"
+    return {"str": "string", "Any": "any"}.get(getattr(annotation, "__name__", ""), getattr(annotation, "__name__", str(annotation)))

@@ -1,0 +1,204 @@
+"""Starts the processes of a run and watches them: one that dies unexpectedly ends the whole run, and is named."""
+
+import contextlib
+import os
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from megatron_rl.launch.process_groups import MARKER, RunProcesses, die_with_parent, processes
+
+GRACE_S = 10.0
+"""Between SIGTERM and SIGKILL."""
+INNER = re.compile(r"VLLM::|multiprocessing\.(spawn|forkserver)")
+"""Titles of processes without which the child that started them is of no use."""
+ERROR_LINE = re.compile(
+    r"^(?:.*\b)?(?:\w+\.)*\w*(?:Error|Exception|Exit|Interrupt|Failure)\b(?::|$)|^\S*error: |\b(?:ERROR|FATAL|CRITICAL)\b"
+)
+
+
+class RunFailed(Exception):
+    """A process died; the message is the one line for the console. `code` is the exit code of the whole run."""
+
+    def __init__(self, message: str, code: int = 1) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+@dataclass
+class Child:
+    """A process we started, in a session of its own, writing to its own log."""
+
+    name: str
+    process: subprocess.Popen[bytes]
+    log: Path
+    pidfd: int
+    inner: dict[int, str] = field(default_factory=dict)
+    """Living inner processes (pid -> title), as last seen."""
+    lost: tuple[int, str, float] | None = None
+    """The inner process that died first, and when."""
+
+    def ending(self) -> str:
+        """How it ended, in words."""
+        code = self.process.poll()
+        if code is None:
+            ended = "is of no use"
+        elif code < 0:
+            ended = f"was killed by {_signal_name(-code)}" + (
+                " (from outside, or by the kernel: out of memory?)" if code == -signal.SIGKILL else ""
+            )
+        else:
+            ended = f"ended with exit code {code}"
+        inner = f" after its process {self.lost[1]} (pid {self.lost[0]}) died" if self.lost else ""
+        return f"{self.name} (pid {self.process.pid}) {ended}{inner}"
+
+
+class Supervisor:
+    """Use as a context: whatever happens, nothing that it started outlives it.
+
+    A watchdog process does the same should this one be killed. Start processes from the main thread only: they are tied to it.
+    """
+
+    def __init__(self, logs: Path, environment: Mapping[str, str] | None = None) -> None:
+        self.logs = logs
+        self.run = uuid.uuid4().hex
+        self.environment = {**os.environ, **(environment or {}), MARKER: self.run, "PYTHONUNBUFFERED": "1"}
+        self.children: list[Child] = []
+        self.group = RunProcesses(self.run)
+        self._watchdog: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> "Supervisor":
+        self._watchdog = subprocess.Popen(
+            [sys.executable, "-m", "megatron_rl.launch.watchdog", self.run], stdin=subprocess.PIPE, start_new_session=True
+        )
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+        assert self._watchdog is not None and self._watchdog.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._watchdog.stdin.close()
+        self._watchdog.wait()
+
+    def start(self, name: str, command: Sequence[str], environment: Mapping[str, str] | None = None) -> Child:
+        """Start one process; its output goes to `<logs>/<name>.log`."""
+        log = self.logs / f"{name}.log"
+        with open(log, "ab") as output:
+            process = subprocess.Popen(
+                command,
+                env={**self.environment, **(environment or {})},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                preexec_fn=die_with_parent(),
+            )
+        child = Child(name, process, log, os.pidfd_open(process.pid))
+        self.children.append(child)
+        self.group.sessions.add(process.pid)
+        self._tell_watchdog(str(process.pid))
+        return child
+
+    def wait(self, *ends: Child, tick: Callable[[], None] = lambda: None, tick_s: float = 0.5) -> None:
+        """Until all of `ends` have ended well. RunFailed as soon as one of them, or any other child, ends in another way."""
+        while any(child in self.children for child in ends):
+            self._poll(tick_s)
+            self._look_inside()
+            dead = [child for child in self.children if child.process.poll() is not None]
+            done = [child for child in dead if child in ends and child.process.returncode == 0]
+            failed = [child for child in dead if child not in done]
+            failed += [
+                child for child in self.children if child.lost and child not in dead and time.monotonic() - child.lost[2] > GRACE_S / 2
+            ]
+            if failed:
+                # what a SIGKILL caused in others can be seen in the same instant
+                raise self._failure(min(failed, key=lambda child: child.process.returncode != -signal.SIGKILL))
+            for child in done:
+                self._forget(child)
+            if self._watchdog is not None and self._watchdog.poll() is not None:
+                raise RunFailed(
+                    f"the watchdog (pid {self._watchdog.pid}) was killed; without it a killed launcher would leave processes behind"
+                )
+            tick()
+
+    def stop(self, *children: Child) -> None:
+        """End these, and what they started, as planned."""
+        for child in children:
+            RunProcesses("-", {child.process.pid}).end(GRACE_S)
+            child.process.wait()
+            self._forget(child)
+
+    def end(self) -> None:
+        """End everything."""
+        self.group.end(GRACE_S)
+        for child in list(self.children):
+            child.process.wait()
+            self._forget(child)
+
+    def _poll(self, seconds: float) -> None:
+        poll = select.poll()
+        for child in self.children:
+            poll.register(child.pidfd, select.POLLIN)
+        poll.poll(seconds * 1000)
+
+    def _look_inside(self) -> None:
+        """Notice inner processes that died while their child still lives."""
+        sessions = {child.process.pid: child for child in self.children}
+        seen: dict[int, dict[int, str]] = {pid: {} for pid in sessions}
+        for process in processes():
+            if process.session in sessions and process.pid != process.session and INNER.search(process.title):
+                seen[process.session][process.pid] = process.title
+        for pid, child in sessions.items():
+            gone = [inner for inner in child.inner if inner not in seen[pid]]
+            if gone and child.lost is None:
+                child.lost = (gone[0], _short(child.inner[gone[0]]), time.monotonic())
+            child.inner = seen[pid]
+
+    def _failure(self, child: Child) -> RunFailed:
+        error = last_error(child.log)
+        code = 2 if child.process.poll() == 2 else 1
+        return RunFailed(f"{child.ending()}; log: {child.log}" + (f"; last error: {error}" if error else ""), code)
+
+    def _forget(self, child: Child) -> None:
+        if child in self.children:
+            self.children.remove(child)
+            os.close(child.pidfd)
+
+    def _tell_watchdog(self, line: str) -> None:
+        """Add a session to what the watchdog would end; an empty line only asks whether it lives."""
+        assert self._watchdog is not None and self._watchdog.stdin is not None, "Supervisor is used as a context"
+        try:
+            self._watchdog.stdin.write(line.encode() + b"\n")
+            self._watchdog.stdin.flush()
+        except BrokenPipeError:
+            raise RunFailed(
+                f"the watchdog (pid {self._watchdog.pid}) died; without it a killed launcher would leave processes behind"
+            ) from None
+
+
+def last_error(log: Path, tail: int = 1 << 16, width: int = 300) -> str:
+    """The last line of a log that reads like an error; else its last line; "" for an empty one."""
+    with open(log, "rb") as f:
+        f.seek(max(0, log.stat().st_size - tail))
+        lines = [line.strip() for line in f.read().decode(errors="replace").splitlines() if line.strip()]
+    errors = [line for line in lines if ERROR_LINE.search(line)]
+    return (errors or lines or [""])[-1][:width]
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def _short(title: str) -> str:
+    named = re.search(r"VLLM::\w+", title)
+    return named.group() if named else "worker"
