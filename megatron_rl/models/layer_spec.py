@@ -1,0 +1,72 @@
+"""The layer stack as a Megatron spec: two entries per block (attention, MLP), from any layer provider."""
+
+from functools import partial
+from typing import Any
+
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.models.backends import BackendSpecProvider
+from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
+from megatron.core.ssm.mlp_layer import MLPLayer
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.torch_norm import LayerNormBuilder
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+
+FUSED_NORMS = {
+    "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
+    "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
+}
+"""Where TransformerEngine's fused norm-and-linear keeps the norm. Checkpoints use these keys with either backend."""
+
+
+class LanguageStack(HybridStack):
+    """HybridStack whose final norm comes from the spec (upstream hard-wires TransformerEngine's)."""
+
+    def __init__(self, config: TransformerConfig, *args: Any, final_norm: LayerNormBuilder, **kwargs: Any) -> None:
+        super().__init__(config, *args, post_layer_norm=False, **kwargs)
+        self.post_layer_norm = True
+        if self.post_process:
+            self.final_norm = final_norm(config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon)
+
+
+def stack_spec(config: TransformerConfig, layers: BackendSpecProvider) -> ModuleSpec:
+    """Spec of `LanguageStack` with the pattern symbols `*` (attention) and `-` (MLP)."""
+    fused = layers.fuse_layernorm_and_linear()
+    norm = layers.layer_norm(rms_norm=True)
+    entry_norm = IdentityOp if fused else norm
+    first_linear = layers.column_parallel_layer_norm_linear() if fused else layers.column_parallel_linear()
+    head_norm = layers.layer_norm(rms_norm=True, for_qk=True) if config.qk_layernorm else IdentityOp
+    attention = TransformerLayerSubmodules(
+        input_layernorm=entry_norm,
+        self_attention=ModuleSpec(
+            module=SelfAttention,
+            params={"attn_mask_type": AttnMaskType.causal},
+            submodules=SelfAttentionSubmodules(
+                linear_qkv=first_linear,
+                core_attention=layers.core_attention(),
+                linear_proj=layers.row_parallel_linear(),
+                q_layernorm=head_norm,
+                k_layernorm=head_norm,
+            ),
+        ),
+        self_attn_bda=get_bias_dropout_add,
+        sharded_state_dict_keys_map=FUSED_NORMS,
+    )
+    mlp = TransformerLayerSubmodules(
+        pre_mlp_layernorm=entry_norm,
+        mlp=partial(MLP.as_mlp_submodule, submodules=MLPSubmodules(linear_fc1=first_linear, linear_fc2=layers.row_parallel_linear())),
+        mlp_bda=get_bias_dropout_add,
+        sharded_state_dict_keys_map=FUSED_NORMS,
+    )
+    return ModuleSpec(
+        module=LanguageStack,
+        params={"final_norm": norm},
+        submodules=HybridStackSubmodules(
+            attention_layer=ModuleSpec(module=TransformerLayer, submodules=attention),
+            mlp_layer=ModuleSpec(module=MLPLayer, submodules=mlp),
+        ),
+    )

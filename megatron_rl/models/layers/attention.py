@@ -1,0 +1,104 @@
+"""Causal attention on torch's scaled_dot_product_attention, for where TransformerEngine is not.
+
+Megatron's own DotProductAttention knows neither packed sequences nor context parallel; this one knows both.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.module import MegatronModule
+from torch import Tensor
+
+from megatron_rl.models.layers.context_parallel import GatherSequence, zigzag
+
+
+class TorchAttention(MegatronModule):
+    """Core attention with grouped queries: [s, b, heads, d] or packed [t, heads, d] in, heads merged out.
+
+    Packed sequences are attended one by one, so the cost is the sum of squared lengths and no mask is built. Under context parallel,
+    queries stay and keys and values are gathered from all ranks (one all-gather forward, one reduce-scatter backward).
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+        **_: Any,
+    ) -> None:
+        super().__init__(config=config)
+        self.group = pg_collection.cp
+        self.scale = softmax_scale
+        self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+    ) -> Tensor:
+        """[s, b, heads * d], or [t, heads * d] when packed. The mask is always causal within a sequence."""
+        size = self.group.size()
+        if packed_seq_params is None:
+            lengths = [query.shape[0] * size]
+        else:
+            query, key, value = (tensor.unsqueeze(1) for tensor in (query, key, value))
+            lengths = sequence_offsets(packed_seq_params).diff().tolist()
+        shares = [length // size for length in lengths]
+        if size == 1:
+            parts = [
+                self._attend(q, k, v, None) for q, k, v in zip(query.split(shares), key.split(shares), value.split(shares), strict=True)
+            ]
+        else:
+            parts = self._attend_over_ranks(query, key, value, lengths, shares)
+        output = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return output.flatten(2) if packed_seq_params is None else output.flatten(1)
+
+    def _attend_over_ranks(self, query: Tensor, key: Tensor, value: Tensor, lengths: list[int], shares: list[int]) -> list[Tensor]:
+        rank, size, device = self.group.rank(), self.group.size(), query.device
+        gathered = GatherSequence.apply(torch.cat([key, value], dim=-1), self.group)
+        parts, start = [], 0
+        for length, share in zip(lengths, shares, strict=True):
+            keys, values = gathered[:, start : start + share].flatten(0, 1).split([key.shape[-1], value.shape[-1]], dim=-1)
+            key_positions = torch.cat([zigzag(length, other, size) for other in range(size)]).to(device)
+            mask = zigzag(length, rank, size).to(device)[:, None] >= key_positions
+            parts.append(self._attend(query[start : start + share], keys, values, mask))
+            start += share
+        return parts
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
+        output = F.scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            attn_mask=mask,
+            is_causal=mask is None,
+            scale=self.scale,
+            dropout_p=self.dropout if self.training else 0.0,
+            enable_gqa=query.shape[1] != key.shape[1],
+        )
+        return output.permute(2, 0, 1, 3)
+
+    def sharded_state_dict(self, *_: Any, **__: Any) -> dict[str, Any]:
+        """No weights."""
+        return {}
+
+
+def sequence_offsets(packed: PackedSeqParams) -> Tensor:
+    """Offsets of the packed sequences including their padding, [sequences + 1] int32, before context parallel splits them."""
+    return packed.cu_seqlens_q if packed.cu_seqlens_q_padded is None else packed.cu_seqlens_q_padded

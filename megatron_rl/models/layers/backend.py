@@ -1,0 +1,27 @@
+"""Megatron layer providers by the platform's backend name."""
+
+from megatron.core.models.backends import BackendSpecProvider, LocalSpecProvider
+from megatron.core.transformer.torch_norm import LayerNormBuilder
+
+from megatron_rl import platform
+from megatron_rl.models.layers.attention import TorchAttention
+from megatron_rl.models.layers.norm import TorchRMSNorm
+
+
+class TorchProvider(LocalSpecProvider):
+    """Megatron's plain linears with our norm and attention."""
+
+    def layer_norm(self, rms_norm: bool = False, for_qk: bool = False, has_residual: bool = False) -> LayerNormBuilder:
+        return TorchRMSNorm
+
+    def core_attention(self) -> type:
+        return TorchAttention
+
+
+def provider() -> BackendSpecProvider:
+    """The layers of this platform."""
+    if platform.layer_backend() == "torch":
+        return TorchProvider()
+    from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
+
+    return TESpecProvider()

@@ -1,0 +1,76 @@
+"""The known model families, and what of an HF config and a parallel layout they can run. No torch import."""
+
+import json
+from pathlib import Path
+
+from megatron_rl.config.base import ConfigError
+from megatron_rl.config.trainer import ParallelConfig
+from megatron_rl.models import llama, qwen3, rope
+from megatron_rl.models.family import Family, HFConfig, key_value_heads, padded_vocab
+
+FAMILIES = (qwen3.FAMILY, llama.FAMILY)
+_REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+
+
+def read_hf_config(hf_dir: str | Path) -> HFConfig:
+    """config.json of an HF directory.
+
+    Raises:
+        ConfigError: it is not there or not JSON.
+    """
+    path = Path(hf_dir) / "config.json"
+    try:
+        return json.loads(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}; model.path must be a Hugging Face model directory") from None
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{path}: not JSON: {error}") from None
+
+
+def family_of(hf: HFConfig) -> Family:
+    """The family that reads this config.
+
+    Raises:
+        ConfigError: none does.
+    """
+    architectures = hf.get("architectures") or []
+    for family in FAMILIES:
+        if any(name in family.architectures for name in architectures):
+            return family
+    known = ", ".join(name for family in FAMILIES for name in family.architectures)
+    raise ConfigError(f"config.json: architectures = {architectures} is not supported; supported: {known}")
+
+
+def check_supported(hf_config: HFConfig, parallel: ParallelConfig) -> list[str]:
+    """Why this model cannot run in this layout: one line per problem, with the remedy; empty when it can."""
+    try:
+        family = family_of(hf_config)
+    except ConfigError as error:
+        return error.problems
+    missing = [f"config.json: {field!r} is missing" for field in _REQUIRED if not hf_config.get(field)]
+    return missing or [*family.check(hf_config), *rope.check(hf_config), *_check_layout(hf_config, parallel)]
+
+
+def _check_layout(hf: HFConfig, parallel: ParallelConfig) -> list[str]:
+    tensor, pipeline = parallel.tensor_parallel, parallel.pipeline_parallel
+    divisible = [
+        ("tensor_parallel", tensor, "attention heads", hf["num_attention_heads"]),
+        ("tensor_parallel", tensor, "key-value heads", key_value_heads(hf)),
+        ("tensor_parallel", tensor, "MLP columns (intermediate_size)", hf["intermediate_size"]),
+        ("pipeline_parallel", pipeline, "layers", hf["num_hidden_layers"]),
+    ]
+    problems = [
+        f"[trainer.parallel] {field} = {size} does not divide the model's {count} {what}; choose one of {_divisors(count)}"
+        for field, size, what, count in divisible
+        if count % size
+    ]
+    rows = padded_vocab(hf, tensor) // tensor
+    if (tensor - 1) * rows >= hf["vocab_size"]:
+        problems.append(
+            f"[trainer.parallel] tensor_parallel = {tensor} leaves the last rank no row of a vocabulary of {hf['vocab_size']}; lower it"
+        )
+    return problems
+
+
+def _divisors(count: int) -> str:
+    return ", ".join(str(n) for n in range(1, count + 1) if count % n == 0 and n <= 64)
