@@ -30,8 +30,8 @@ class Table(BaseModel):
         return values
 
 
-def unknown_key(key: str, known: Any) -> str:
-    """One sentence for an unknown key, with the nearest known key as the remedy."""
+def unknown_key(key: str, known: Any, what: str = "key") -> str:
+    """One sentence for an unknown key (or other name, called `what`), with the nearest known one as the remedy."""
     nearest = difflib.get_close_matches(key, list(known), n=1, cutoff=0.5)
-    hint = f"did you mean {nearest[0]!r}?" if nearest else f"known keys: {', '.join(known)}"
-    return f"unknown key {key!r}: {hint}"
+    hint = f"did you mean {nearest[0]!r}?" if nearest else f"known {what}s: {', '.join(known)}"
+    return f"unknown {what} {key!r}: {hint}"
