@@ -64,7 +64,7 @@ def nearest(root: type[Table], table: type[Table], path: str, key: str) -> str:
     close = difflib.get_close_matches(key, list(table.model_fields), n=1, cutoff=0.6)
     if close:
         return f"did you mean {path + '.' if path else ''}{close[0]}?"
-    elsewhere = [row.path for below, inner in tables(root) for row in keys(inner, below)]
+    elsewhere = [row.path for doc in tables(root) for row in keys(doc)]
     same = [dotted for dotted in elsewhere if dotted.rpartition(".")[2] == key] or [
         dotted for dotted in elsewhere if difflib.get_close_matches(key, [dotted.rpartition(".")[2]], cutoff=0.8)
     ]
@@ -73,33 +73,46 @@ def nearest(root: type[Table], table: type[Table], path: str, key: str) -> str:
     return f"keys there: {', '.join(table.model_fields)}"
 
 
-def tables(table: type[Table], path: str = "") -> Iterator[tuple[str, type[Table]]]:
-    """Every table below `table`, itself first: ("trainer.optim", OptimConfig), ("train.source[]", SourceConfig), ..."""
-    yield path, table
+@dataclass(frozen=True)
+class TableDoc:
+    """A table at its place: ("trainer.optim", OptimConfig, the optimizer that a trainer has by default)."""
+
+    path: str
+    table: type[Table]
+    defaults: Table | None = None
+
+
+def tables(table: type[Table], path: str = "", defaults: Table | None = None) -> Iterator[TableDoc]:
+    """Every table below `table`, itself first; of a list of tables, "train.source[]"."""
+    yield TableDoc(path, table, defaults)
     for name, field in table.model_fields.items():
         below = f"{path}.{name}" if path else name
         inner, rows = table_of(field.annotation), rows_of(field.annotation)
+        default = _default(field, name, defaults)
         if inner is not None:
-            yield from tables(inner, below)
+            yield from tables(inner, below, default if isinstance(default, Table) else None)
         elif rows is not None:
             yield from tables(rows, below + "[]")
 
 
-def keys(table: type[Table], path: str = "") -> list[Key]:
+def keys(doc: TableDoc) -> list[Key]:
     """The plain keys of one table (its sub-tables have entries of their own in `tables`)."""
     out = []
-    for name, field in table.model_fields.items():
+    for name, field in doc.table.model_fields.items():
         if table_of(field.annotation) is None and rows_of(field.annotation) is None:
-            out.append(
-                Key(f"{path}.{name}" if path else name, type_text(field), default_text(field), " ".join((field.description or "").split()))
-            )
+            default = "required" if field.is_required() and doc.defaults is None else default_text(_default(field, name, doc.defaults))
+            path = f"{doc.path}.{name}" if doc.path else name
+            out.append(Key(path, type_text(field), default, " ".join((field.description or "").split())))
     return out
 
 
-def default_text(field: FieldInfo) -> str:
-    if field.is_required():
-        return "required"
-    default = field.get_default(call_default_factory=True)
+def _default(field: FieldInfo, name: str, defaults: Table | None) -> Any:
+    """Of a field: what its table has at its place, else what the field itself says."""
+    return getattr(defaults, name) if defaults is not None else field.get_default(call_default_factory=True)
+
+
+def default_text(default: Any) -> str:
+    """As TOML would have it; "-" for a key that is absent by default."""
     if default is None or default is PydanticUndefined:
         return "-"
     if isinstance(default, bool):

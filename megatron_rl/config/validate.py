@@ -71,8 +71,8 @@ def _batch(config: RLConfig) -> Iterator[str]:
 
 def _replay(config: RLConfig) -> Iterator[str]:
     replay = config.trainer.replay
-    if replay is not None and not any(Path(replay).glob("step_*")):
-        yield f"trainer.replay: {replay} holds no dumped batches (step_1, step_2, ...); a run with dump_batches = true writes them"
+    if replay is not None and not any(Path(replay).glob("step_*.batch")):
+        yield f"trainer.replay: {replay} holds no dumped batches (step_<n>.batch); a run with dump_batches = true writes them"
 
 
 def _sft(sft: SftConfig, parallel: ParallelConfig) -> Iterator[str]:
@@ -88,6 +88,12 @@ def _sources(name: str, group: TrainSourcesConfig | EvalSourcesConfig, model: Mo
         yield from _sampling(f"{name}.source.{i}", source, group.sampling, name, model)
         if source.env.path is not None and not Path(source.env.path).is_file():
             yield f"{name}.source.{i}.env.path: {source.env.path} is not a file"
+        group_size, temperature = source.group_size or group.group_size, (source.sampling or group.sampling).temperature
+        if name == "eval" and group_size > 1 and temperature == 0:
+            yield (
+                f"eval.source.{i}.group_size = {group_size}: samples at temperature 0 are all the same; "
+                "set sampling.temperature above 0 for pass@k (the greedy answer is always evaluated, too)"
+            )
 
 
 def _sampling(key: str, source: SourceConfig, inherited: SamplingConfig, group: str, model: ModelConfig) -> Iterator[str]:

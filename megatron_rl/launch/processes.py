@@ -17,6 +17,7 @@ from megatron_rl.launch.process_groups import MARKER, RunProcesses, die_with_par
 
 GRACE_S = 10.0
 """Between SIGTERM and SIGKILL."""
+TICK_S = 0.5
 INNER = re.compile(r"VLLM::|multiprocessing\.(spawn|forkserver)")
 """Titles of processes without which the child that started them is of no use."""
 ERROR_LINE = re.compile(
@@ -63,7 +64,8 @@ class Child:
 class Supervisor:
     """Use as a context: whatever happens, nothing that it started outlives it.
 
-    A watchdog process does the same should this one be killed. Start processes from the main thread only: they are tied to it.
+    A watchdog process does the same should this one be killed. SIGTERM becomes KeyboardInterrupt. For the main thread: processes
+    are tied to the thread that starts them.
     """
 
     def __init__(self, logs: Path, environment: Mapping[str, str] | None = None) -> None:
@@ -78,6 +80,8 @@ class Supervisor:
         self._watchdog = subprocess.Popen(
             [sys.executable, "-m", "megatron_rl.launch.watchdog", self.run], stdin=subprocess.PIPE, start_new_session=True
         )
+        for sig in (signal.SIGTERM, signal.SIGHUP):
+            signal.signal(sig, _interrupt)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -106,10 +110,14 @@ class Supervisor:
         self._tell_watchdog(str(process.pid))
         return child
 
-    def wait(self, *ends: Child, tick: Callable[[], None] = lambda: None, tick_s: float = 0.5) -> None:
+    def wait(self, *ends: Child, tick: Callable[[], None] = lambda: None) -> None:
         """Until all of `ends` have ended well. RunFailed as soon as one of them, or any other child, ends in another way."""
-        while any(child in self.children for child in ends):
-            self._poll(tick_s)
+        self.wait_until(lambda: not any(child in self.children for child in ends), *ends, tick=tick)
+
+    def wait_until(self, condition: Callable[[], bool], *ends: Child, tick: Callable[[], None] = lambda: None) -> None:
+        """Until `condition` holds; `ends` are the children that may end well meanwhile. `tick` is called about twice a second."""
+        while not condition():
+            self._poll(TICK_S)
             self._look_inside()
             dead = [child for child in self.children if child.process.poll() is not None]
             done = [child for child in dead if child in ends and child.process.returncode == 0]
@@ -122,10 +130,7 @@ class Supervisor:
                 raise self._failure(min(failed, key=lambda child: child.process.returncode != -signal.SIGKILL))
             for child in done:
                 self._forget(child)
-            if self._watchdog is not None and self._watchdog.poll() is not None:
-                raise RunFailed(
-                    f"the watchdog (pid {self._watchdog.pid}) was killed; without it a killed launcher would leave processes behind"
-                )
+            self._tell_watchdog("")
             tick()
 
     def stop(self, *children: Child) -> None:
@@ -181,6 +186,10 @@ class Supervisor:
             raise RunFailed(
                 f"the watchdog (pid {self._watchdog.pid}) died; without it a killed launcher would leave processes behind"
             ) from None
+
+
+def _interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
 
 
 def last_error(log: Path, tail: int = 1 << 16, width: int = 300) -> str:

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import IO
 
 from megatron_rl.config.base import ConfigError, Table
-from megatron_rl.config.run import ResumeConfig, RunConfig
+from megatron_rl.config.run import ResumeConfig, RLConfig, RunConfig
 from megatron_rl.transports.atomic import write_atomic
 
-DIRECTORIES = ("configs", "logs", "checkpoints", "weights", "batches", "traces", "plots", "hf", "eval")
+DIRECTORIES = ("configs", "logs", "checkpoints", "weights", "batches", "exchange", "traces", "plots", "hf", "eval")
 OWNED = (*DIRECTORIES, "metrics.jsonl", "sft_metrics.jsonl", "summary.json")
 """What a run writes, and all that --clean deletes."""
 LOCK = ".lock"
@@ -62,6 +62,25 @@ def complete_checkpoints(path: Path) -> list[Checkpoint]:
     return sorted(found, key=lambda checkpoint: checkpoint.step)
 
 
+def is_own(run: RunConfig, resume: ResumeConfig) -> bool:
+    """Whether a resume goes on in its own directory; False for a fork of another run."""
+    if resume.dir is None:
+        return True
+    source = Path(resume.dir).resolve()
+    return Path(run.dir).resolve() in (source, *source.parents)
+
+
+def start_checkpoint(run: RunConfig, resume: ResumeConfig) -> Checkpoint | None:
+    """The checkpoint that training goes on from; None for a fresh start. ConfigError: asked for, and there is none."""
+    if not resume.enabled:
+        return None
+    where = Path(resume.dir or run.dir)
+    found = complete_checkpoints(where)
+    if not found:
+        raise ConfigError(f"resume: {where} has no complete checkpoint (checkpoints/step_<n>/COMPLETE); start afresh with --clean")
+    return found[-1]
+
+
 def used(path: Path) -> bool:
     return any((path / name).exists() for name in OWNED)
 
@@ -70,7 +89,7 @@ def problems(run: RunConfig, resume: ResumeConfig) -> list[str]:
     """Why this run directory can't be used as asked. Reads only."""
     path = Path(run.dir)
     found = []
-    own = resume.dir is None or Path(resume.dir).resolve() == path.resolve()
+    own = is_own(run, resume)
     holder = lock_holder(path)
     if holder:
         found.append(f"run.name: {path} is in use by a running megatron-rl (pid {holder}); wait for it, or give another run.name")
@@ -93,7 +112,10 @@ def problems(run: RunConfig, resume: ResumeConfig) -> list[str]:
 
 
 def open_run(config: Table, run: RunConfig, resume: ResumeConfig, command: Sequence[str]) -> RunDir:
-    """Take the directory for this process: clean or roll back as asked, make a new attempt, write what it runs with."""
+    """Take the directory for this process: clean or roll back as asked, make a new attempt, write what it runs with.
+
+    In resolved.json `resume.dir` is the very checkpoint to go on from.
+    """
     found = problems(run, resume)
     if found:
         raise ConfigError(*found)
@@ -103,9 +125,14 @@ def open_run(config: Table, run: RunConfig, resume: ResumeConfig, command: Seque
     if run.clean:
         for name in OWNED:
             _delete(path / name)
-    start = complete_checkpoints(Path(resume.dir) if resume.dir else path)[-1] if resume.enabled else None
-    if start is not None and used(path):
-        roll_back(path, start.step)
+    start = start_checkpoint(run, resume)
+    if start is not None:
+        # every process of this attempt must find this one, also when a later one exists by then
+        config = config.model_copy(update={"resume": ResumeConfig(enabled=True, dir=str(start.path))})
+        if isinstance(config, RLConfig) and not is_own(run, resume):
+            config = config.model_copy(update={"sft": None})  # the other run's warm-up is in its checkpoint
+        if used(path):
+            roll_back(path, start.step)
     attempt = 1 + max((int(old.name.removeprefix("attempt_")) for old in path.glob("configs/attempt_*")), default=0)
     opened = RunDir(path, attempt, start, lock)
     for parent in (opened.resolved.parent, opened.logs):
@@ -120,12 +147,12 @@ def open_run(config: Table, run: RunConfig, resume: ResumeConfig, command: Seque
 
 def roll_back(path: Path, step: int) -> None:
     """Forget what was made after `step`: its steps are made again. Old weight versions go too, the trainer offers its own."""
-    for directory in (path / "batches", path / "checkpoints"):
-        for entry in directory.glob("step_*"):
-            number = entry.name.removeprefix("step_").split(".")[0]
-            if not number.isdigit() or int(number) > step or "." in entry.name:
-                _delete(entry)
-    _delete(path / "weights")
+    for entry in [*path.glob("batches/step_*"), *path.glob("checkpoints/step_*")]:
+        number = entry.name.removeprefix("step_").removesuffix(".batch")
+        if not number.isdigit() or int(number) > step:  # not a number: a save that was cut short
+            _delete(entry)
+    for directory in ("weights", "exchange"):
+        _delete(path / directory)
     metrics = path / "metrics.jsonl"
     if metrics.is_file():
         kept = [line for line in metrics.read_text().splitlines() if _step_of(line) <= step]

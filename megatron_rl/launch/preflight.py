@@ -1,0 +1,124 @@
+"""Everything that can be known to be wrong before a process is started, told at once."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+from megatron_rl.config import validate
+from megatron_rl.config.base import ConfigError
+from megatron_rl.config.run import EvalRunConfig, ResumeConfig, RLConfig, SftRunConfig
+from megatron_rl.config.sources import EnvConfig
+from megatron_rl.config.trainer import LossConfig, ParallelConfig
+from megatron_rl.launch import ports, run_dir
+
+SHOWN = 10
+"""Bad rows of a data file that are named one by one; the rest are counted."""
+
+
+def check(config: RLConfig | SftRunConfig | EvalRunConfig, ranks: int | None = None) -> None:
+    """ConfigError with every problem of `config` on this machine. `ranks`: as torchrun started us. Reads only."""
+    found = validate.problems(config)
+    if isinstance(config, EvalRunConfig):
+        found += run_dir.problems(config.run, ResumeConfig())
+    else:
+        found += run_dir.problems(config.run, config.resume)
+        found += _model(config, config.trainer.parallel)
+        found += _ranks(config.trainer.parallel, ranks)
+        found += _loss(config.trainer.loss)
+        if config.sft is not None:
+            found += _rows(Path(config.sft.data))
+    if isinstance(config, RLConfig):
+        found += _advantage(config)
+    if isinstance(config, RLConfig | EvalRunConfig):
+        found += ports.problems(config.inference)
+        found += _environments(config)
+    if found:
+        raise ConfigError(*dict.fromkeys(found))
+
+
+def _model(config: RLConfig | SftRunConfig, parallel: ParallelConfig) -> list[str]:
+    from megatron_rl.models import check_supported
+
+    hf = validate.hf_config(config.model)
+    return check_supported(hf, parallel) if hf is not None else []
+
+
+def _ranks(parallel: ParallelConfig, ranks: int | None) -> Iterator[str]:
+    if ranks is None:
+        return
+    replica = parallel.model_parallel
+    if ranks % replica:
+        yield f"trainer.parallel: torchrun started {ranks} ranks, one replica takes {replica} (tensor x pipeline x context)"
+    elif parallel.data_parallel not in (None, ranks // replica):
+        yield (
+            f"trainer.parallel.data_parallel = {parallel.data_parallel}: torchrun started {ranks} ranks, which makes {ranks // replica} "
+            f"with {replica} per replica; start {parallel.world_size} ranks, or leave data_parallel out"
+        )
+
+
+def _loss(loss: LossConfig) -> Iterator[str]:
+    if loss == LossConfig():  # losses need torch, which takes seconds to import: only for what the user changed
+        return
+    from megatron_rl.algorithms.losses import build_loss
+
+    try:
+        build_loss(loss.name, **loss.options)
+    except (ValueError, TypeError) as error:
+        yield f"trainer.loss: {error}"
+
+
+def _advantage(config: RLConfig) -> Iterator[str]:
+    from megatron_rl.algorithms.advantages import build_advantage
+
+    try:
+        build_advantage(config.train.advantage, **config.train.advantage_options)
+    except (ValueError, TypeError) as error:
+        yield f"train.advantage_options: {error}"
+
+
+def _environments(config: RLConfig | EvalRunConfig) -> Iterator[str]:
+    from megatron_rl.envs import load_environment
+
+    groups = {"eval": config.eval.source} | ({"train": config.train.source} if isinstance(config, RLConfig) else {})
+    seen: list[EnvConfig] = []
+    for group, sources in groups.items():
+        for i, source in enumerate(sources):
+            if source.env in seen or (source.env.path is not None and not Path(source.env.path).is_file()):
+                continue  # a missing file is named already
+            seen.append(source.env)
+            try:
+                tasks = len(load_environment(source.env))
+            except ConfigError as error:
+                yield from (f"{group}.source.{i}.env: {problem}" for problem in error.problems)
+                continue
+            if source.select.skip >= tasks:
+                yield f"{group}.source.{i}.select.skip = {source.select.skip}: the environment has {tasks} tasks; nothing is left"
+
+
+def _rows(path: Path) -> Iterator[str]:
+    from megatron_rl.trainer.conversations import row_messages
+
+    try:
+        lines = path.read_text().splitlines()
+    except OSError as error:
+        yield f"sft.data: {path} cannot be read: {error.strerror}"
+        return
+    except UnicodeDecodeError as error:
+        yield f"sft.data: {path} is not UTF-8 text (byte {error.start})"
+        return
+    bad = rows = 0
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        rows += 1
+        try:
+            row_messages(json.loads(line))
+        except ValueError as error:
+            bad += 1
+            if bad <= SHOWN:
+                what = f"not JSON: {error.msg} (column {error.colno})" if isinstance(error, json.JSONDecodeError) else error
+                yield f"{path}:{number}: {what}"
+    if bad > SHOWN:
+        yield f"{path}: and {bad - SHOWN} more bad rows"
+    if not rows:
+        yield f"sft.data: {path} holds no rows"
