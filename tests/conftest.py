@@ -1,0 +1,1 @@
+"""Makes tests/ importable: ranks.py starts ranks, tiny_models.py writes HF fixtures."""

@@ -1,0 +1,49 @@
+"""The oracle of the parallel tests: transformers in float32, one forward per document, and the micro-batches both sides read."""
+
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM
+
+LENGTHS = ([8, 12, 4], [16, 4, 4, 8])
+"""Documents of two micro-batches: multiples of 4, so that they divide over two context ranks."""
+
+
+def write_micro_batches(path: Path, vocab_size: int) -> dict[str, torch.Tensor]:
+    """Random packed micro-batches; about a third of the positions have weight 0, temperatures differ from token to token."""
+    generator = torch.Generator().manual_seed(3)
+    data = {"count": torch.tensor(len(LENGTHS))}
+    for number, lengths in enumerate(LENGTHS):
+        tokens = sum(lengths)
+        data[f"{number}.cu"] = torch.tensor([0, *lengths]).cumsum(0).int()
+        data[f"{number}.positions"] = torch.cat([torch.arange(n) for n in lengths])
+        data[f"{number}.ids"] = torch.randint(0, vocab_size, (tokens,), generator=generator)
+        data[f"{number}.labels"] = torch.randint(0, vocab_size, (tokens,), generator=generator)
+        # The last vocabulary row is the one next to the padding.
+        data[f"{number}.labels"][::5] = vocab_size - 1
+        data[f"{number}.temperatures"] = 0.5 + torch.rand(tokens, generator=generator)
+        weights = torch.randn(tokens, generator=generator)
+        data[f"{number}.weights"] = weights * (torch.rand(tokens, generator=generator) > 0.33)
+    save_file(data, path)
+    return data
+
+
+def reference(model_dir: Path, data: dict[str, torch.Tensor]) -> dict:
+    """logprobs and entropy per micro-batch, and the gradient of -sum(weights * logprobs) by HF name."""
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32, attn_implementation="eager")
+    logprobs, entropies = [], []
+    for number, lengths in enumerate(LENGTHS):
+        parts, start = [], 0
+        for length in lengths:
+            at = slice(start, start + length)
+            logits = model(data[f"{number}.ids"][None, at], use_cache=False).logits[0]
+            parts.append((logits / data[f"{number}.temperatures"][at, None]).log_softmax(-1))
+            start += length
+        distribution = torch.cat(parts)
+        chosen = distribution.gather(1, data[f"{number}.labels"][:, None])[:, 0]
+        (-(chosen * data[f"{number}.weights"]).sum()).backward()
+        logprobs.append(chosen.detach())
+        entropies.append(-(distribution.exp() * distribution).sum(-1).detach())
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    return {"logprobs": logprobs, "entropy": entropies, "gradients": gradients, "weights": model.state_dict()}

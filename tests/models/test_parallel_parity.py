@@ -1,0 +1,165 @@
+"""Every layout computes what transformers computes in float32: log-probs, entropy, gradients; and gives its weights back bit for bit."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from oracle import LENGTHS, reference, write_micro_batches
+from ranks import run_ranks
+from safetensors.torch import load_file
+from tiny_models import write_llama, write_qwen3
+from transformers import AutoModelForCausalLM
+
+pytestmark = pytest.mark.ranks
+
+TP2, PP2, CP2 = {"tensor_parallel": 2}, {"pipeline_parallel": 2}, {"context_parallel": 2}
+LAUNCHES = {
+    1: [
+        {"name": "qwen3", "model": "qwen3", "parallel": {}},
+        {"name": "qwen3-tied", "model": "qwen3_tied", "parallel": {}},
+        {"name": "llama", "model": "llama", "parallel": {}},
+        {"name": "recompute", "model": "qwen3", "parallel": {}, "recompute": "full"},
+        {"name": "bf16", "model": "qwen3", "parallel": {}, "dtype": "bfloat16", "save_hf": True},
+    ],
+    2: [
+        {"name": "tp2", "model": "qwen3", "parallel": TP2},
+        {"name": "tp2-tied", "model": "qwen3_tied", "parallel": TP2, "save_hf": True},
+        {"name": "tp2-recompute", "model": "qwen3", "parallel": TP2, "recompute": "full"},
+        {"name": "tp2-llama", "model": "llama", "parallel": TP2},
+        {"name": "pp2", "model": "qwen3", "parallel": PP2, "save_hf": True},
+        {"name": "pp2-tied", "model": "qwen3_tied", "parallel": PP2, "save_hf": True},
+        {"name": "cp2", "model": "qwen3", "parallel": CP2},
+        {"name": "cp2-llama", "model": "llama", "parallel": CP2},
+        {"name": "dp2", "model": "qwen3_tied", "parallel": {}},
+    ],
+    4: [
+        {"name": "tp2-pp2-tied", "model": "qwen3_tied", "parallel": {**TP2, **PP2}, "save_hf": True},
+        {"name": "tp2-cp2", "model": "qwen3", "parallel": {**TP2, **CP2}},
+        {"name": "pp2-cp2-llama", "model": "llama", "parallel": {**PP2, **CP2}},
+        {"name": "tp2-dp2", "model": "qwen3", "parallel": TP2},
+    ],
+}
+CASES = [(ranks, case) for ranks, cases in LAUNCHES.items() for case in cases]
+each_case = pytest.mark.parametrize(("ranks", "case"), CASES, ids=[case["name"] for _, case in CASES])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("parity")
+    write_qwen3(path / "qwen3", tied=False)
+    write_qwen3(path / "qwen3_tied", tied=True)
+    write_llama(path / "llama")
+    return path
+
+
+@pytest.fixture(scope="module")
+def data(folder):
+    return write_micro_batches(folder / "data.safetensors", vocab_size=259)
+
+
+@pytest.fixture(scope="module")
+def oracles(folder, data):
+    return {name: reference(folder / name, data) for name in ("qwen3", "qwen3_tied", "llama")}
+
+
+@pytest.fixture(scope="module")
+def launches(folder, data):
+    """Results by rank count, each launch made once, when the first of its cases asks."""
+    made = {}
+
+    def launch(ranks: int) -> tuple[list, Path]:
+        if ranks not in made:
+            out = folder / f"out{ranks}"
+            out.mkdir()
+            cases = [case | {"model": str(folder / case["model"])} for case in LAUNCHES[ranks]]
+            (out / "cases.json").write_text(json.dumps(cases))
+            target = f"{Path(__file__).parent}/parallel_cases.py:main"
+            made[ranks] = run_ranks(target, ranks, [str(out / "cases.json"), str(folder / "data.safetensors"), str(out)]), out
+        return made[ranks]
+
+    return launch
+
+
+def _merged(path: Path) -> dict[str, torch.Tensor]:
+    merged = {}
+    for stage in sorted(path.iterdir()):
+        tensors = load_file(stage)
+        assert not merged.keys() & tensors.keys(), "a tensor was exported by two stages"
+        merged |= tensors
+    return merged
+
+
+def _without_tied_head(tensors: dict[str, torch.Tensor], case: dict) -> dict[str, torch.Tensor]:
+    return {name: tensor for name, tensor in tensors.items() if not (name == "lm_head.weight" and "tied" in case["model"])}
+
+
+def _zigzag_by_hand(lengths: list[int], rank: int) -> list[int]:
+    """Two context ranks: of every document cut in four, rank 0 holds quarters 0 and 3, rank 1 quarters 1 and 2."""
+    indices, start = [], 0
+    for n in lengths:
+        quarters = [range(start + q * n // 4, start + (q + 1) * n // 4) for q in range(4)]
+        indices += [*quarters[0], *quarters[3]] if rank == 0 else [*quarters[1], *quarters[2]]
+        start += n
+    return indices
+
+
+@each_case
+def test_log_probs_and_entropy_equal_transformers(ranks, case, launches, oracles):
+    results, _ = launches(ranks)
+    position = LAUNCHES[ranks].index(case)
+    oracle = oracles[case["model"]]
+    tolerance = 0.15 if case.get("dtype") == "bfloat16" else 1e-5
+    data_size = ranks // (case["parallel"].get("tensor_parallel", 1) * case["parallel"].get("pipeline_parallel", 1))
+    data_size //= case["parallel"].get("context_parallel", 1)
+    reported = [result[position] for result in results if result[position]["stage_outputs"]]
+    assert len(reported) == ranks // case["parallel"].get("pipeline_parallel", 1)
+    for result in reported:
+        for stream in ("logprobs", "entropy"):
+            expected = []
+            for number, lengths in enumerate(LENGTHS):
+                if number % data_size == result["data_rank"]:
+                    whole = oracle[stream][number]
+                    cut = case["parallel"].get("context_parallel", 1) > 1
+                    expected.append(whole[_zigzag_by_hand(lengths, result["context_rank"])] if cut else whole)
+            torch.testing.assert_close(torch.tensor(result[stream]), torch.cat(expected), rtol=0, atol=tolerance)
+
+
+@each_case
+def test_gradients_equal_transformers(ranks, case, launches, oracles):
+    _, out = launches(ranks)
+    gradients = _merged(out / f"{case['name']}.grads")
+    expected = _without_tied_head(oracles[case["model"]]["gradients"], case)
+    assert gradients.keys() == expected.keys()
+    tolerance = 5e-2 if case.get("dtype") == "bfloat16" else 2e-5
+    for name, gradient in expected.items():
+        error = (gradients[name] - gradient).norm() / gradient.norm()
+        assert error < tolerance, f"{name}: relative error {error:.1e}"
+
+
+@each_case
+def test_export_returns_the_loaded_bits(ranks, case, launches, oracles):
+    _, out = launches(ranks)
+    exported = _merged(out / f"{case['name']}.weights")
+    expected = _without_tied_head(oracles[case["model"]]["weights"], case)
+    assert exported.keys() == expected.keys()
+    for name, weight in expected.items():
+        dtype = getattr(torch, case.get("dtype", "float32"))
+        assert exported[name].dtype == dtype
+        assert torch.equal(exported[name], weight.to(dtype)), name
+
+
+@pytest.mark.parametrize(
+    ("ranks", "case"), [(r, c) for r, c in CASES if c.get("save_hf")], ids=lambda v: v["name"] if isinstance(v, dict) else ""
+)
+def test_saved_directory_opens_in_transformers_with_the_same_weights(ranks, case, launches, oracles):
+    _, out = launches(ranks)
+    dtype = getattr(torch, case.get("dtype", "float32"))
+    saved = out / f"{case['name']}.hf"
+    model = AutoModelForCausalLM.from_pretrained(saved, dtype="auto")
+    assert model.dtype == dtype
+    weights = model.state_dict()
+    expected = oracles[case["model"]]["weights"]
+    assert weights.keys() == expected.keys()
+    assert all(torch.equal(weights[name], weight.to(dtype)) for name, weight in expected.items())
+    assert not saved.with_name(saved.name + ".tmp").exists()
