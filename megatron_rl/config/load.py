@@ -183,7 +183,7 @@ class _Merge:
         mistyped = dict(_mistyped(self.table, self.values))
         self.problems.extend(f"{dotted} = {what}{self._origin(dotted)}" for dotted, what in mistyped.items())
         try:
-            config = self.table.model_validate(self.values)
+            config = self.table.model_validate(with_defaults(self.table, self.values))
         except ValidationError as errors:
             found = [(".".join(str(part) for part in error["loc"]), error) for error in errors.errors(include_url=False)]
             self.problems.extend(self._sentence(dotted, error) for dotted, error in found if dotted not in mistyped)
@@ -206,6 +206,18 @@ class _Merge:
             return f"{dotted}: {message}{self._origin(dotted)}" if dotted else message
         message = message.replace("Input should", "must").replace("String should", "must").replace("List should", "must")
         return f"{dotted} = {json.dumps(error['input'], default=str)}: {message}{self._origin(dotted)}"
+
+
+def with_defaults(table: type[Table], values: dict[str, Any]) -> dict[str, Any]:
+    """Tables given in part keep what their place has by default: `[eval.sampling] max_tokens = 8` leaves its temperature at 0."""
+    out = dict(values)
+    for name, info in table.model_fields.items():
+        inner, given = table_of(info.annotation), values.get(name)
+        if inner is not None and isinstance(given, dict):
+            default = info.get_default(call_default_factory=True)
+            base = default.model_dump(exclude_unset=True) if isinstance(default, Table) else {}
+            out[name] = {**base, **with_defaults(inner, given)}
+    return out
 
 
 def _numbered(value: Any) -> bool:

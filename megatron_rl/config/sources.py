@@ -55,7 +55,25 @@ class SourceConfig(Table):
     """Rollouts per task."""
 
 
-class TrainSourcesConfig(Table):
+class _Sources(Table):
+    """What [train] and [eval] share: a source's own sampling table, given in part, keeps the rest from the group's."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _inherit_sampling(cls, values: Any) -> Any:
+        group = values.get("sampling", {}) if isinstance(values, dict) else None
+        if not isinstance(group, dict) or not isinstance(values.get("source"), list):
+            return values
+        group = cls.model_fields["sampling"].default.model_dump(exclude_unset=True) | group
+
+        def inherit(source: Any) -> Any:
+            own = source.get("sampling") if isinstance(source, dict) else None
+            return {**source, "sampling": group | own} if isinstance(own, dict) else source
+
+        return {**values, "source": [inherit(source) for source in values["source"]]}
+
+
+class TrainSourcesConfig(_Sources):
     """[train] Defaults for its sources, and the sources."""
 
     group_size: int = Field(default=8, ge=2)
@@ -76,7 +94,7 @@ class TrainSourcesConfig(Table):
         return self
 
 
-class EvalSourcesConfig(Table):
+class EvalSourcesConfig(_Sources):
     """[eval] Held-out tasks, evaluated before the first step, every `interval` steps, and after the last one."""
 
     interval: int | None = Field(default=None, ge=1)

@@ -86,8 +86,6 @@ def _sft(sft: SftConfig, parallel: ParallelConfig) -> Iterator[str]:
 def _sources(name: str, group: TrainSourcesConfig | EvalSourcesConfig, model: ModelConfig) -> Iterator[str]:
     for i, source in enumerate(group.source):
         yield from _sampling(f"{name}.source.{i}", source, group.sampling, name, model)
-        if source.env.path is not None and not Path(source.env.path).is_file():
-            yield f"{name}.source.{i}.env.path: {source.env.path} is not a file"
         group_size, temperature = source.group_size or group.group_size, (source.sampling or group.sampling).temperature
         if name == "eval" and group_size > 1 and temperature == 0:
             yield (

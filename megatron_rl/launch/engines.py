@@ -9,8 +9,10 @@ from megatron_rl.config.run import EvalRunConfig, RLConfig
 from megatron_rl.launch import summary
 from megatron_rl.launch.commands import subcommand
 from megatron_rl.launch.display import Display
+from megatron_rl.launch.plan import engine_gpus
 from megatron_rl.launch.ports import engine_ports
 from megatron_rl.launch.processes import Child, RunFailed, Supervisor
+from megatron_rl.platform.stack import gpu_count
 
 
 class Engines:
@@ -23,10 +25,12 @@ class Engines:
         self.started = time.monotonic()
         self.urls: list[str] = []
         self.children: list[Child] = []
+        gpus = engine_gpus(config, gpu_count())
         kind = "rl" if isinstance(config, RLConfig) else "eval"
         for i, port in enumerate(engine_ports(config.inference)):
             line = subcommand("inference", resolved, "--kind", kind, "--engine-index", str(i), "--port", str(port))
-            self.children.append(supervisor.start(f"engine_{i}", line))
+            devices = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus[i]))} if gpus[i] else {}
+            self.children.append(supervisor.start(f"engine_{i}", line, devices))
             self.urls.append(url(config.inference.host, port))
             display.say(f"engine_{i} starts on {self.urls[i]}")
         self.starting = list(range(len(self.urls)))

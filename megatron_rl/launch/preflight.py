@@ -7,9 +7,9 @@ from pathlib import Path
 from megatron_rl.config import validate
 from megatron_rl.config.base import ConfigError
 from megatron_rl.config.run import EvalRunConfig, ResumeConfig, RLConfig, SftRunConfig
-from megatron_rl.config.sources import EnvConfig
 from megatron_rl.config.trainer import LossConfig, ParallelConfig
-from megatron_rl.launch import ports, run_dir
+from megatron_rl.launch import plan, ports, run_dir
+from megatron_rl.platform.stack import gpu_count
 
 SHOWN = 10
 """Bad rows of a data file that are named one by one; the rest are counted."""
@@ -27,6 +27,8 @@ def check(config: RLConfig | SftRunConfig | EvalRunConfig, ranks: int | None = N
         found += _loss(config.trainer.loss)
         if config.sft is not None:
             found += _rows(Path(config.sft.data))
+    if ranks is None:
+        found += plan.problems(config, gpu_count())
     if isinstance(config, RLConfig):
         found += _advantage(config)
     if isinstance(config, RLConfig | EvalRunConfig):
@@ -77,22 +79,15 @@ def _advantage(config: RLConfig) -> Iterator[str]:
 
 
 def _environments(config: RLConfig | EvalRunConfig) -> Iterator[str]:
-    from megatron_rl.envs import load_environment
+    """Every source's environment is loaded, and its first task made."""
+    from megatron_rl.envs.sources import load_sources
 
-    groups = {"eval": config.eval.source} | ({"train": config.train.source} if isinstance(config, RLConfig) else {})
-    seen: list[EnvConfig] = []
-    for group, sources in groups.items():
-        for i, source in enumerate(sources):
-            if source.env in seen or (source.env.path is not None and not Path(source.env.path).is_file()):
-                continue  # a missing file is named already
-            seen.append(source.env)
-            try:
-                tasks = len(load_environment(source.env))
-            except ConfigError as error:
-                yield from (f"{group}.source.{i}.env: {problem}" for problem in error.problems)
-                continue
-            if source.select.skip >= tasks:
-                yield f"{group}.source.{i}.select.skip = {source.select.skip}: the environment has {tasks} tasks; nothing is left"
+    for name, group in (("train", config.train if isinstance(config, RLConfig) else None), ("eval", config.eval)):
+        try:
+            for source in load_sources(group) if group is not None else []:
+                source.task(source.indices[0])
+        except ConfigError as error:
+            yield from (f"{name}: {problem}" for problem in error.problems)
 
 
 def _rows(path: Path) -> Iterator[str]:

@@ -23,7 +23,7 @@ class Component:
 
 def stack_report() -> list[Component]:
     """The components in the order in which a missing one hurts."""
-    gpus = _gpu_count()
+    gpus = gpu_count()
     return [
         _device(gpus),
         _torch(gpus),
@@ -67,7 +67,7 @@ def _gpu_only(gpus: int, remedy: str) -> str:
     return remedy if gpus else ""
 
 
-def _gpu_count() -> int:
+def gpu_count() -> int:
     """GPUs the NVIDIA driver shows; 0 without a driver."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
