@@ -53,7 +53,7 @@ def load(**options: Any) -> "ReasoningGym":
 
 def is_heldout(question: str, share: float) -> bool:
     """Whether a question belongs to the held-out split: depends on nothing but the case-folded question and the share."""
-    return xxhash.xxh3_64_intdigest(question.casefold()) < share * 2**64
+    return xxhash.xxh3_64_intdigest(question.casefold().encode()) < share * 2**64
 
 
 class ReasoningGym(Environment):
@@ -139,7 +139,7 @@ def _create(options: Options, size: int) -> Any:
     if unknown := [unknown_key(name, known, "setting") for name in options.settings if name not in known]:
         raise ConfigError(*(f"reasoning_gym task {options.task!r}: {problem}" for problem in unknown))
     # item i is drawn with Random(seed + i): hashing keeps the draws of neighbouring seeds apart; some tasks take 32 bits only
-    seed = xxhash.xxh3_64_intdigest(str(options.seed)) % 2**31
+    seed = xxhash.xxh3_64_intdigest(str(options.seed).encode()) % 2**31
     try:
         return create_dataset(options.task, seed=seed, size=size, **options.settings)
     except Exception as error:  # settings are checked by asserts, and by whatever the constructors do with them

@@ -38,7 +38,7 @@ def environment_name(config: EnvConfig) -> str:
 def _load_file(path: Path, options: dict[str, Any]) -> Environment:
     if not path.is_file():
         raise ConfigError(f"env.path: {path} is not a file (it is looked up from {Path.cwd()})")
-    module_name = f"{path.stem}_{xxhash.xxh3_64_hexdigest(str(path.resolve()))}"
+    module_name = f"{path.stem}_{xxhash.xxh3_64_hexdigest(str(path.resolve()).encode())}"
     spec = importlib.util.spec_from_file_location(module_name, path)
     if spec is None or spec.loader is None:
         raise ConfigError(f"env.path: {path} is not a Python file; its name must end in .py")
