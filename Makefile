@@ -1,0 +1,43 @@
+# `make` alone lists the targets. Everything runs in .venv, which is built when it is missing or the lock has changed.
+.DEFAULT_GOAL := help
+.PHONY: help venv demo test test-fast test-long lint lock docs clean
+SHELL := /bin/bash
+PYTHON := .venv/bin/python
+STAMP := .venv/.complete
+PYTEST := $(PYTHON) -m pytest
+ARGS ?=
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+venv: $(STAMP) ## build .venv from requirements/cpu.lock
+
+$(STAMP): requirements/cpu.lock requirements/overrides.txt pyproject.toml setup.py tools/bootstrap.sh
+	tools/bootstrap.sh
+
+demo: $(STAMP) ## SFT warm-up, RL, evaluation, export and plots on a tiny model (ARGS="--trainer.steps 20")
+	examples/reverse_text/run.sh $(ARGS)
+
+test: $(STAMP) ## the whole test suite
+	$(PYTEST) -m "not long" --timeout 900 $(ARGS)
+
+test-fast: $(STAMP) ## without engines and multi-rank jobs
+	$(PYTEST) -m "not long and not engine and not ranks" --timeout 300 $(ARGS)
+
+test-long: $(STAMP) ## kill matrix, soaks, studies
+	$(PYTEST) -m long --timeout 7200 $(ARGS)
+
+lint: $(STAMP) ## ruff, and shell syntax
+	$(PYTHON) -m ruff check .
+	$(PYTHON) -m ruff format --check .
+	for script in tools/*.sh examples/*.sh examples/*/*.sh .ci/run; do bash -n "$$script" || exit 1; done
+
+docs: $(STAMP) ## docs/config.md from the config tables
+	$(PYTHON) tools/config_reference.py > docs/config.md
+
+lock: $(STAMP) ## requirements/cpu.lock from requirements/cpu.in
+	tools/lock.sh
+
+clean: ## caches; runs/ and .venv stay
+	find . -path ./.venv -prune -o -type d \( -name __pycache__ -o -name .pytest_cache -o -name .ruff_cache -o -name '*.egg-info' \) -print0 | xargs -0 rm -rf
+	rm -rf build
