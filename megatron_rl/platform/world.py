@@ -81,10 +81,8 @@ def initialize(parallel: ParallelConfig, seed: int, timeout_s: float, threads: i
 
 
 def split(parallel: ParallelConfig, seed: int, timeout_s: float) -> World:
-    """Megatron's process groups over the ranks that already met, and its random states.
-
-    Weights drawn from `seed` are the same for every tensor_parallel; dropout differs between tensor ranks.
-    """
+    """Megatron's process groups over the ranks that already met, and random states from `seed`: one per pipeline stage for fresh weights
+    and host code, one more per tensor rank for dropout."""
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
