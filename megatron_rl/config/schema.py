@@ -60,16 +60,12 @@ def field_at(table: type[Table], dotted: str) -> FieldInfo | None:
 
 
 def nearest(root: type[Table], table: type[Table], path: str, key: str) -> str:
-    """The remedy for an unknown key of `table`: the nearest key there, else that key elsewhere, else all keys there."""
-    close = difflib.get_close_matches(key, list(table.model_fields), n=1, cutoff=0.6)
-    if close:
-        return f"did you mean {path + '.' if path else ''}{close[0]}?"
-    elsewhere = [row.path for doc in tables(root) for row in keys(doc)]
-    same = [dotted for dotted in elsewhere if dotted.rpartition(".")[2] == key] or [
-        dotted for dotted in elsewhere if difflib.get_close_matches(key, [dotted.rpartition(".")[2]], cutoff=0.8)
-    ]
-    if same:
-        return f"did you mean {' or '.join(same[:3])}?"
+    """The remedy for an unknown key of `table`: that very key elsewhere, else the nearest one there, else all keys there."""
+    prefix = f"{path}." if path else ""
+    close = [prefix + name for name in difflib.get_close_matches(key, list(table.model_fields), n=1, cutoff=0.6)]
+    same = [row.path for doc in tables(root) for row in keys(doc) if row.path.rpartition(".")[2] == key][:3]
+    if same or close:
+        return f"did you mean {' or '.join(same or close)}?"
     return f"keys there: {', '.join(table.model_fields)}"
 
 
