@@ -14,7 +14,8 @@ from transformers import PreTrainedTokenizerFast
 
 from megatron_rl.envs.protocol import Completion, Environment, Task
 
-TEMPLATE = "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<|end|>\n{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+TURNS = "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<|end|>\n{% endfor %}"
+TEMPLATE = TURNS + "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 
 
 def byte_tokenizer(template=TEMPLATE, bos=None):
