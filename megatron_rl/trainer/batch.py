@@ -13,7 +13,7 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
 from megatron_rl import platform
-from megatron_rl.models.layers.context_parallel import shard_indices
+from megatron_rl.models.layers.context_parallel import zigzag_indices
 from megatron_rl.platform import World
 from megatron_rl.transports.batches.records import STREAMS, MicroBatch
 
@@ -46,7 +46,7 @@ def model_inputs(micro_batch: MicroBatch, world: World) -> ModelInputs:
     device = platform.device()
     tensors = {name: torch.from_numpy(np.ascontiguousarray(array)).to(device) for name, array in arrays.items()}
     if world.context_size > 1:
-        share = shard_indices(torch.from_numpy(cu), world.context_size, world.context_rank).to(device)
+        share = zigzag_indices(cu, world.context_rank, world.context_size).to(device)
         tensors = {name: tensor[share] for name, tensor in tensors.items()}
     boundaries, longest = torch.from_numpy(cu.astype(np.int32)).to(device), int(lengths.max())
     packed = PackedSeqParams(

@@ -4,6 +4,8 @@ Each rank and micro-batch adds its tokens' share; gradients are summed (never av
 ranks and micro-batches, so the result does not depend on how the step was cut up.
 """
 
+import math
+
 import torch
 
 from megatron_rl.algorithms.losses import Loss
@@ -44,3 +46,12 @@ def objective(logprobs: torch.Tensor, entropy: torch.Tensor, inputs: ModelInputs
             "logprob_diff_max": difference.abs().max(),
         }
     return loss, {name: value.detach().double() for name, value in stats.items()}
+
+
+def require_finite(value: float, what: str, step: int) -> None:
+    """The gate before an update. Every rank holds the same value, so every rank stops here or none does."""
+    if not math.isfinite(value):
+        raise FloatingPointError(
+            f"step {step}: {what} is {value}; the weights were not updated. "
+            f"Lower trainer.optim.lr or resume from the last checkpoint; the batch is worth a look (dump_batches = true)."
+        )

@@ -1,14 +1,12 @@
-"""Megatron's AdamW (FP32 master weights, states sharded over data parallel) behind five verbs, and the learning rate."""
+"""Megatron's AdamW (FP32 master weights, states sharded over data parallel) behind five verbs."""
 
-import math
-
-import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 
 from megatron_rl.config.trainer import OptimConfig, SchedulerConfig
-from megatron_rl.models import Policy
+from megatron_rl.models.policy import Policy
+from megatron_rl.trainer.schedule import learning_rate
 
 
 class Optimizer:
@@ -60,23 +58,3 @@ class Optimizer:
     def sync_from_model(self) -> None:
         """After weights were loaded into the model: the FP32 masters follow them."""
         self.megatron.reload_model_params()
-
-
-def learning_rate(step: int, peak: float, scheduler: SchedulerConfig, steps: int) -> float:
-    """Learning rate of step 1..steps: linear from peak / warmup to peak, then constant, or down to peak * min_ratio at `steps`."""
-    if step <= scheduler.warmup_steps:
-        return peak * step / scheduler.warmup_steps
-    if scheduler.kind == "constant":
-        return peak
-    progress = (step - scheduler.warmup_steps) / (steps - scheduler.warmup_steps)
-    shape = 1 - progress if scheduler.kind == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
-    return peak * (scheduler.min_ratio + (1 - scheduler.min_ratio) * shape)
-
-
-def require_finite(value: float, what: str, step: int) -> None:
-    """The gate before an update. Every rank holds the same value, so every rank stops here or none does."""
-    if not math.isfinite(value):
-        raise FloatingPointError(
-            f"step {step}: {what} is {value}; the weights were not updated. "
-            f"Lower trainer.optim.lr or resume from the last checkpoint; the batch is worth a look (dump_batches = true)."
-        )

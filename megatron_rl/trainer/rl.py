@@ -46,7 +46,7 @@ def run_step(config: RLConfig, session: Session, rl_loss: Loss, batches: BatchCl
     clock.append(time.perf_counter())
     publish(session, sender, step)
     clock.append(time.perf_counter())
-    if not trainer.replay and checkpoint.due(step, trainer.steps, trainer.checkpoint.interval):
+    if checkpoint.due(step, trainer.steps, trainer.checkpoint.interval):
         checkpoint.save(run_dir, step, session.optimizer, batch.orchestrator_state, trainer.checkpoint.keep_last)
         metrics["time/checkpoint"] = time.perf_counter() - clock[-1]
     if world.rank == 0:

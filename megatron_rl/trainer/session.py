@@ -6,6 +6,8 @@ from pathlib import Path
 from megatron_rl import conversion, models, platform
 from megatron_rl.config.model import ModelConfig
 from megatron_rl.config.trainer import OptimConfig, SchedulerConfig, TrainerConfig
+from megatron_rl.models.policy import Policy
+from megatron_rl.platform import World
 from megatron_rl.trainer import checkpoint
 from megatron_rl.trainer.optimizer import Optimizer
 
@@ -14,15 +16,15 @@ from megatron_rl.trainer.optimizer import Optimizer
 class Session:
     """One trainer rank, ready to train from `start` (the number of steps already made)."""
 
-    world: platform.World
-    policy: models.Policy
+    world: World
+    policy: Policy
     optimizer: Optimizer
     source: str
     start: int
 
     def save_hf(self, out: Path) -> None:
         """The policy as an HF directory (collective)."""
-        conversion.save_hf(self.policy, out, Path(self.source))
+        conversion.save_hf(self.policy, out, self.source)
 
 
 def open_session(
@@ -37,9 +39,9 @@ def open_session(
 ) -> Session:
     """Join the ranks, build the policy, and load `source`'s weights (HF) or the checkpoint `resume_from`."""
     world = platform.initialize(trainer.parallel, seed, trainer.collective_timeout_s, trainer.threads)
-    policy = models.build(Path(source), trainer.parallel, model.dtype, trainer.recompute, trainer.head_chunk_tokens)
+    policy = models.build(source, trainer.parallel, model.dtype, trainer.recompute, trainer.head_chunk_tokens)
     if resume_from is None:
-        conversion.load_hf(policy, Path(source))
+        conversion.load_hf(policy, source)
     optimizer = Optimizer(policy, optim, scheduler, steps)
     start = checkpoint.load(resume_from, optimizer) if resume_from else 0
     return Session(world, policy, optimizer, source, start)

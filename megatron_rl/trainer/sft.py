@@ -44,7 +44,8 @@ def main(config: RLConfig | SftRunConfig, resume_from: Path | None = None) -> No
 def step_batch(samples: list[TrainingSample], sft: SftConfig, step: int, micro_batch_tokens: int, data_parallel: int) -> StepBatch:
     """The batch of step 1, 2, ...: rows in an order drawn anew each epoch from (seed, epoch), so any step can be made alone."""
     rows = [draw(len(samples), sft.seed, i) for i in range((step - 1) * sft.batch_size, step * sft.batch_size)]
-    return pack([samples[row] for row in rows], step, step - 1, micro_batch_tokens, data_parallel)
+    picked = [samples[row] for row in rows]
+    return StepBatch(step, step - 1, pack(picked, step, step - 1, capacity=micro_batch_tokens, data_parallel=data_parallel))
 
 
 def draw(rows: int, seed: int, i: int) -> int:

@@ -9,11 +9,11 @@ from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 
 from megatron_rl import platform
 from megatron_rl.algorithms.losses import Loss
-from megatron_rl.models import Policy
+from megatron_rl.models.policy import Policy
 from megatron_rl.platform import World
 from megatron_rl.trainer.batch import ModelInputs, model_inputs
-from megatron_rl.trainer.loss import SUMS, Stats, objective
-from megatron_rl.trainer.optimizer import Optimizer, require_finite
+from megatron_rl.trainer.loss import SUMS, Stats, objective, require_finite
+from megatron_rl.trainer.optimizer import Optimizer
 from megatron_rl.transports.batches.records import COMPONENTS, MicroBatch, StepBatch
 
 

@@ -1,0 +1,59 @@
+"""Runs on every rank: the RL trainer replays the same dumped batches in several layouts. Started by test_layouts.py."""
+
+import json
+import os
+from pathlib import Path
+
+from torch.distributed import TCPStore
+
+from megatron_rl import platform
+
+
+def main(args: list[str]) -> dict[str, list[dict]]:
+    """args: the work directory, then the names of layouts.json's cases. Returns each case's metrics lines."""
+    platform.install()
+    from megatron_rl.trainer import rl
+    from megatron_rl.transports.batches.filesystem import ReplayClient
+
+    # as torchrun's agent does: one store outlives several process groups, each in its own namespace
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+    host = (
+        TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=True, wait_for_workers=False) if os.environ["RANK"] == "0" else None
+    )
+    work = Path(args[0])
+    cases = json.loads((work / "layouts.json").read_text())
+    for attempt, name in enumerate(args[1:]):
+        os.environ["TORCHELASTIC_RESTART_COUNT"] = str(attempt)
+        case = cases[name]
+        config = rl_config(work, name, case)
+        checkpoint = work / "runs" / case["resume_from"] if "resume_from" in case else None
+        if os.environ["RANK"] == "0":
+            Path(config.run.dir).mkdir(parents=True)
+        rl.main(config, ReplayClient(work / "batches"), checkpoint)
+    lines = {}
+    if os.environ["RANK"] == "0":
+        for name in args[1:]:
+            lines[name] = [json.loads(line) for line in (work / "runs" / name / "metrics.jsonl").read_text().splitlines()]
+    del host
+    return lines
+
+
+def rl_config(work: Path, name: str, case: dict):
+    from megatron_rl.config.run import RLConfig
+
+    return RLConfig.model_validate(
+        {
+            "run": {"name": name, "root": str(work / "runs")},
+            "model": {"path": str(work / "model"), "dtype": "float32", "context": 64},
+            "trainer": {
+                "steps": case.get("steps", 2),
+                "replay": str(work / "batches"),
+                "parallel": case.get("parallel", {}),
+                "optim": {"lr": 1e-3, "clip_grad": 0.5},
+                "recompute": case.get("recompute", "none"),
+                "head_chunk_tokens": case.get("head_chunk_tokens", 1024),
+                "checkpoint": {"interval": 1},
+            },
+            "train": {"source": [{"id": "none", "env": {"path": "unused.py"}}]},
+        }
+    )
