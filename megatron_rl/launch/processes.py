@@ -16,7 +16,6 @@ from pathlib import Path
 from megatron_rl.launch.process_groups import MARKER, RunProcesses, die_with_parent, processes
 
 GRACE_S = 10.0
-"""Between SIGTERM and SIGKILL."""
 TICK_S = 0.5
 INNER = re.compile(r"VLLM::|multiprocessing\.(spawn|forkserver)")
 """Titles of processes without which the child that started them is of no use."""
@@ -68,8 +67,9 @@ class Supervisor:
     are tied to the thread that starts them.
     """
 
-    def __init__(self, logs: Path, environment: Mapping[str, str] | None = None) -> None:
-        self.logs = logs
+    def __init__(self, logs: Path, environment: Mapping[str, str] | None = None, grace_s: float = GRACE_S) -> None:
+        """`grace_s`: between SIGTERM and SIGKILL, and how long a child may outlive its inner processes."""
+        self.logs, self.grace_s = logs, grace_s
         self.run = uuid.uuid4().hex
         self.environment = {**os.environ, **(environment or {}), MARKER: self.run, "PYTHONUNBUFFERED": "1"}
         self.children: list[Child] = []
@@ -136,13 +136,13 @@ class Supervisor:
     def stop(self, *children: Child) -> None:
         """End these, and what they started, as planned."""
         for child in children:
-            RunProcesses("-", {child.process.pid}).end(GRACE_S)
+            RunProcesses("-", {child.process.pid}).end(self.grace_s)
             child.process.wait()
             self._forget(child)
 
     def end(self) -> None:
         """End everything."""
-        self.group.end(GRACE_S)
+        self.group.end(self.grace_s)
         for child in list(self.children):
             child.process.wait()
             self._forget(child)

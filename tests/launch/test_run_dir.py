@@ -1,0 +1,156 @@
+"""A used run directory is never overwritten by accident, and a resume starts from a complete checkpoint only."""
+
+import json
+import multiprocessing
+
+import pytest
+
+from megatron_rl.config.base import ConfigError
+from megatron_rl.config.run import ResumeConfig, RLConfig, RunConfig
+from megatron_rl.launch import run_dir
+
+FRESH, RESUME = ResumeConfig(), ResumeConfig(enabled=True)
+
+
+@pytest.fixture
+def run(tmp_path):
+    return RunConfig(name="first", root=str(tmp_path / "runs"))
+
+
+def start(run, resume=FRESH):
+    """Open the directory as one launch does, and end the launch."""
+    source = {"id": "a", "env": {"name": "reasoning_gym"}}
+    config = RLConfig.model_validate(
+        {
+            "run": run.model_dump(),
+            "model": {"path": "m"},
+            "train": {"source": [source]},
+            "sft": {"data": "rows.jsonl"},
+            "resume": resume.model_dump(),
+        }
+    )
+    opened = run_dir.open_run(config, run, resume, ["rl", "@", "a file.toml"])
+    opened.lock.close()
+    return opened
+
+
+def checkpoint(opened, step, complete=True):
+    path = opened.path / "checkpoints" / f"step_{step}"
+    (path / "trainer").mkdir(parents=True)
+    if complete:
+        (path / "COMPLETE").write_text(f"{step}\n")
+
+
+def test_an_attempt_keeps_the_command_and_the_resolved_config(run):
+    opened = start(run)
+    assert opened.attempt == 1
+    assert (opened.path / "configs" / "latest" / "command.txt").read_text() == "rl @ 'a file.toml'\n"
+    assert json.loads(opened.resolved.read_text())["run"]["name"] == "first"
+    assert (opened.path / "logs" / "latest").resolve() == opened.logs.resolve()
+
+
+def test_a_used_directory_is_refused_and_left_as_it_is(run):
+    opened = start(run)
+    with pytest.raises(ConfigError, match=r"holds an earlier run; go on with --resume, start afresh with --clean"):
+        start(run)
+    assert not (opened.path / "configs" / "attempt_2").exists()
+
+
+def test_clean_deletes_what_a_run_wrote_and_nothing_else(run):
+    opened = start(run)
+    checkpoint(opened, 3)
+    (opened.path / "metrics.jsonl").write_text("{}\n")
+    (opened.path / "notes.txt").write_text("mine")
+    again = start(run.model_copy(update={"clean": True}))
+    assert again.attempt == 1
+    assert sorted(path.name for path in again.path.iterdir()) == [".lock", "configs", "logs", "notes.txt"]
+
+
+def test_a_directory_that_is_no_run_is_never_cleaned(run, tmp_path):
+    (tmp_path / "runs" / "first" / "weights").mkdir(parents=True)
+    with pytest.raises(ConfigError, match="exists and is not a run directory"):
+        start(run.model_copy(update={"clean": True}))
+    assert (tmp_path / "runs" / "first" / "weights").is_dir()
+
+
+def test_a_resume_goes_on_from_the_last_complete_checkpoint(run):
+    opened = start(run)
+    for step, complete in ((2, True), (10, True), (11, False)):
+        checkpoint(opened, step, complete)
+    again = start(run, RESUME)
+    assert (again.attempt, again.resume_from.step) == (2, 10)
+    # every process of the attempt is given this very checkpoint
+    assert json.loads(again.resolved.read_text())["resume"] == {"enabled": True, "dir": str(opened.path / "checkpoints" / "step_10")}
+
+
+def test_a_resume_without_a_complete_checkpoint_is_refused(run):
+    checkpoint(start(run), 5, complete=False)
+    with pytest.raises(ConfigError, match="has no complete checkpoint"):
+        start(run, RESUME)
+
+
+def test_resume_and_clean_contradict_each_other(run):
+    checkpoint(start(run), 5)
+    with pytest.raises(ConfigError, match="--resume and --clean contradict each other"):
+        start(run.model_copy(update={"clean": True}), RESUME)
+
+
+def test_a_resume_forgets_what_was_made_after_its_checkpoint(run):
+    opened = start(run)
+    for step, complete in ((4, True), (5, False)):
+        checkpoint(opened, step, complete)
+    (opened.path / "checkpoints" / "step_6.partial").mkdir()
+    for folder, names in {
+        "batches": ("step_4.batch", "step_5.batch"),
+        "weights": ("4", "5"),
+        "exchange": ("step_5.batch",),
+        "hf": ("sft",),
+    }.items():
+        for name in names:
+            (opened.path / folder / name).mkdir(parents=True)
+    lines = [json.dumps({"step": step}) for step in (1, 4, 5)]
+    (opened.path / "metrics.jsonl").write_text("\n".join(lines) + '\n{"step": 6, "rew')
+    again = start(run, RESUME)
+    left = sorted(
+        str(path.relative_to(again.path)) for path in again.path.glob("*/*") if not path.parent.name.endswith(("configs", "logs"))
+    )
+    assert left == ["batches/step_4.batch", "checkpoints/step_4", "hf/sft"]
+    assert (again.path / "metrics.jsonl").read_text() == "\n".join(lines[:2]) + "\n"
+
+
+def test_a_fork_starts_a_new_run_from_anothers_checkpoint_without_its_warm_up(run):
+    first = start(run)
+    checkpoint(first, 7)
+    fork = start(RunConfig(name="fork", root=run.root), ResumeConfig(enabled=True, dir=str(first.path)))
+    resolved = json.loads(fork.resolved.read_text())
+    assert (fork.resume_from.step, resolved["resume"]["dir"], resolved["sft"]) == (7, str(first.path / "checkpoints" / "step_7"), None)
+
+
+def test_a_used_directory_is_not_forked_into(run):
+    first = start(run)
+    checkpoint(first, 7)
+    start(RunConfig(name="second", root=run.root))
+    with pytest.raises(ConfigError, match="holds an earlier run; it can't be forked into"):
+        start(RunConfig(name="second", root=run.root), ResumeConfig(enabled=True, dir=str(first.path)))
+
+
+def test_a_directory_in_use_is_refused_until_its_holder_ends(run):
+    opened = start(run)
+    checkpoint(opened, 1)
+    context = multiprocessing.get_context("fork")
+    ready, end = context.Event(), context.Event()
+
+    def hold():
+        lock = run_dir._lock(opened.path)
+        ready.set()
+        end.wait()
+        lock.close()
+
+    holder = context.Process(target=hold)
+    holder.start()
+    ready.wait()
+    with pytest.raises(ConfigError, match=rf"is in use by a running megatron-rl \(pid {holder.pid}\)"):
+        start(run, RESUME)
+    end.set()
+    holder.join()
+    assert start(run, RESUME).attempt == 2
