@@ -114,6 +114,8 @@ class _Merge:
     values: dict[str, Any] = field(default_factory=dict)
     origins: dict[str, str] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
+    incomplete: bool = False
+    """A file has not been read, so what is missing may be in there."""
 
     def add_file(self, path: Path) -> None:
         try:
@@ -128,8 +130,9 @@ class _Merge:
         else:
             if isinstance(values, dict):
                 self.add(values, str(path))
-            else:
-                self.problems.append(f"{path}: holds a {type(values).__name__}, a config is a table of keys")
+                return
+            self.problems.append(f"{path}: holds a {type(values).__name__}, a config is a table of keys")
+        self.incomplete = True
 
     def add(self, values: dict[str, Any], origin: str) -> None:
         self._merge(self.values, self._known(self.table, values, "", origin))
@@ -186,7 +189,12 @@ class _Merge:
             config = self.table.model_validate(with_defaults(self.table, self.values))
         except ValidationError as errors:
             found = [(".".join(str(part) for part in error["loc"]), error) for error in errors.errors(include_url=False)]
-            self.problems.extend(self._sentence(dotted, error) for dotted, error in found if dotted not in mistyped)
+            found = [
+                (dotted, error)
+                for dotted, error in found
+                if dotted not in mistyped and not (self.incomplete and error["type"] == "missing")
+            ]
+            self.problems.extend(self._sentence(dotted, error) for dotted, error in found)
         if self.problems:
             raise ConfigError(*dict.fromkeys(self.problems))
         return config
