@@ -31,9 +31,21 @@ def reload_weights(model: "torch.nn.Module", model_config: "ModelConfig", weight
         if unfilled := unfilled_parameters(model, expected, loaded):
             raise WeightTransferError(f"the model has parameters that the version does not fill: {', '.join(unfilled)}", unfilled[0])
         finalize_layerwise_reload(model, model_config)
+        repack_tied_layers(model, tied)
     except BaseException:
         abandon_layerwise_reload(model)
         raise
+
+
+def repack_tied_layers(model: "torch.nn.Module", tied: set[str]) -> None:
+    """Let the layers that own the parameters `tied` (second names of shared ones) derive anew what their kernels made of them.
+
+    vLLM 0.32.0: a layerwise reload processes only layers that were loaded by name. A tied lm_head is not, and on CPU it multiplies by
+    its own packed copy of the embedding, so it would go on with the old version's.
+    """
+    for name in tied:
+        layer = model.get_submodule(name.rpartition(".")[0])
+        layer.quant_method.process_weights_after_loading(layer)
 
 
 def unfilled_parameters(model: "torch.nn.Module", expected: set[str], loaded: set[str] | None) -> list[str]:

@@ -70,9 +70,10 @@ class EnginePool:
 
         Prefix caches are salted with the version, so keys and values of old weights are not met by new requests.
         """
-        if self.version is None and not self._updating.locked():
-            raise EngineError(f"engine {self.urls[0]} holds no verified version yet: update_weights comes before sample")
-        await self._open.wait()
+        if self._updating.locked():
+            await self._open.wait()
+        if self.version is None:
+            raise EngineError(f"engine {self.urls[0]} holds no verified version: update_weights comes before sample")
         try:
             engine = self._router.acquire(session_id)
         except NoEngine as error:
@@ -96,8 +97,7 @@ class EnginePool:
             try:
                 await self._drive(update, directory)
             finally:
-                if self.version is not None:
-                    self._open.set()
+                self._open.set()
             if update.outcome is not Outcome.APPLIED:
                 raise UpdateError(update)
             for failure in update.failures:

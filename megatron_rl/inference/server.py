@@ -19,7 +19,6 @@ from megatron_rl.config.inference import InferenceConfig
 from megatron_rl.config.model import ModelConfig
 from megatron_rl.config.run import EvalRunConfig, RLConfig
 from megatron_rl.inference.guard import TOKEN_VARIABLE
-from megatron_rl.platform import device
 
 MODULE = "vllm.entrypoints.openai.api_server"
 NO_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
@@ -125,6 +124,8 @@ def run(config: RLConfig | EvalRunConfig, engine_index: int, port: int) -> int:
 
     The server dies with this process, and its children with it. Raises ConfigError before anything is started.
     """
+    from megatron_rl.platform import device
+
     inference = config.inference
     if not os.environ.get(TOKEN_VARIABLE):
         raise ConfigError(f"{TOKEN_VARIABLE} is not set: give engines and orchestrator the same random string in it")
