@@ -7,7 +7,7 @@ cd "$(dirname "$0")/.."
 venv=${VENV:-.venv}
 stamp="$venv/.complete"   # written last: without it, or with other contents, the environment does not count
 inputs=(requirements/cpu.lock requirements/overrides.txt pyproject.toml setup.py tools/bootstrap.sh)
-megatron=megatron-core==0.19.2
+megatron="megatron-core==0.19.2"
 
 fail() { echo "error: $*" >&2; exit 2; }
 

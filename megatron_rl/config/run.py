@@ -15,7 +15,9 @@ class RunConfig(Table):
     """[run] Where a run lives: `<root>/<name>/`."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")
+    """Of the run and of its directory."""
     root: str = "runs"
+    """Where run directories lie."""
     clean: bool = False
     """Delete what a used run directory holds (`--clean`)."""
     tensorboard: bool = False

@@ -11,6 +11,7 @@ class SamplingConfig(Table):
     """How the engine samples. Log-probs are the processed ones: of the distribution that was sampled from."""
 
     temperature: float = Field(default=1.0, ge=0)
+    """0 is greedy."""
     max_tokens: int = Field(default=256, ge=1)
     """Longest answer (of one turn)."""
 
@@ -38,14 +39,18 @@ class SelectConfig(Table):
     """Which tasks of the environment are used, and in which order."""
 
     shuffle: bool = True
+    """A new order for each pass over the tasks; false: in index order."""
     skip: int = Field(default=0, ge=0)
+    """Leaves out the first tasks."""
     limit: int | None = Field(default=None, ge=1)
+    """Uses no more than so many tasks."""
 
 
 class SourceConfig(Table):
     """One [[train.source]] or [[eval.source]]; what is absent is inherited from [train] or [eval]."""
 
     id: str = Field(pattern=r"^[A-Za-z0-9_.-]+$")
+    """Names it in metrics and traces."""
     env: EnvConfig
     select: SelectConfig = SelectConfig()
     sampling: SamplingConfig | None = None
@@ -77,10 +82,12 @@ class TrainSourcesConfig(_Sources):
     """[train] Defaults for its sources, and the sources."""
 
     group_size: int = Field(default=8, ge=2)
+    """Rollouts per task; advantages are relative to their group."""
     sampling: SamplingConfig = SamplingConfig()
     advantage: Literal["grpo"] = "grpo"
     """From megatron_rl.algorithms.advantages."""
     advantage_options: dict[str, Any] = {}
+    """Of the advantage: `{std = true}` divides by the standard deviation."""
     source: list[SourceConfig] = Field(min_length=1)
 
     @model_validator(mode="after")
@@ -98,7 +105,9 @@ class EvalSourcesConfig(_Sources):
     """[eval] Held-out tasks, evaluated before the first step, every `interval` steps, and after the last one."""
 
     interval: int | None = Field(default=None, ge=1)
+    """Steps between evaluations; absent: only before the first step and after the last."""
     group_size: int = Field(default=1, ge=1)
+    """Samples per task for pass@k, beside the greedy answer; needs a positive temperature."""
     sampling: SamplingConfig = SamplingConfig(temperature=0.0)
     source: list[SourceConfig] = []
 

@@ -31,9 +31,11 @@ class OptimConfig(Table):
     """[trainer.optim] AdamW through Megatron's optimizer (FP32 master weights; states sharded over data parallel)."""
 
     lr: float = Field(default=1e-6, gt=0)
+    """Highest learning rate of the schedule."""
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = Field(default=1e-8, gt=0)
     weight_decay: float = Field(default=0.0, ge=0)
+    """Decoupled; not on norms and biases."""
     clip_grad: float = Field(default=1.0, ge=0)
     """Largest global gradient norm; 0 turns clipping off (the norm is still reported)."""
 
@@ -42,8 +44,11 @@ class SchedulerConfig(Table):
     """[trainer.scheduler] Learning rate over steps: linear warm-up, then constant, or decay to lr * min_ratio at the last step."""
 
     kind: Literal["constant", "linear", "cosine"] = "constant"
+    """Shape after the warm-up."""
     warmup_steps: int = Field(default=0, ge=0)
+    """Steps of linear warm-up, the first at lr / warmup_steps."""
     min_ratio: float = Field(default=0.0, ge=0, le=1)
+    """Learning rate of the last step, as a share of lr."""
 
 
 class LossConfig(Table):

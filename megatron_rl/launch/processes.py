@@ -193,12 +193,12 @@ def _interrupt(*_: object) -> None:
 
 
 def last_error(log: Path, tail: int = 1 << 16, width: int = 300) -> str:
-    """The last line of a log that reads like an error; else its last line; "" for an empty one."""
+    """The last line of a log that reads like an error; else its last line; "" for an empty one. Without our own "error: " in front."""
     with open(log, "rb") as f:
         f.seek(max(0, log.stat().st_size - tail))
         lines = [line.strip() for line in f.read().decode(errors="replace").splitlines() if line.strip()]
     errors = [line for line in lines if ERROR_LINE.search(line)]
-    return (errors or lines or [""])[-1][:width]
+    return (errors or lines or [""])[-1].removeprefix("error: ")[:width]
 
 
 def _signal_name(number: int) -> str:

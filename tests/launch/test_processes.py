@@ -82,7 +82,7 @@ def test_the_users_mistake_in_a_child_is_the_users_mistake_of_the_run(supervisor
     failed = failure(supervisor, trainer)
     assert failed.code == 2
     assert "trainer_0" in str(failed) and "ended with exit code 2" in str(failed)
-    assert str(failed).endswith("last error: error: model.path: no such model")
+    assert str(failed).endswith("last error: model.path: no such model")
 
 
 def test_an_engine_that_ends_well_too_early_is_a_failure(supervisor):
@@ -189,7 +189,7 @@ def test_a_killed_watchdog_ends_the_run(supervisor):
     ("text", "line"),
     [
         ("INFO a\nTraceback (most recent call last):\n  File x\nValueError: bad shape\nINFO shutting down\n", "ValueError: bad shape"),
-        ("error: first\nerror: model.path: gone\n", "error: model.path: gone"),
+        ("error: first\nerror: model.path: gone\n", "model.path: gone"),
         ("(EngineCore) ERROR 11-29 out of memory\n", "(EngineCore) ERROR 11-29 out of memory"),
         ("torch.distributed.DistBackendError: timed out\n", "torch.distributed.DistBackendError: timed out"),
         ("0 errors in error_count = 0\nlast words\n", "last words"),
