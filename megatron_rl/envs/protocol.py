@@ -4,7 +4,7 @@ A user's file defines `load(**options) -> Environment`. The smallest environment
 
     class Echo(Environment):
         def __len__(self): return 10
-        def task(self, index): return Task(id=str(index), messages=[{"role": "user", "content": f"say {index}"}], data={"answer": str(index)})
+        def task(self, index): return Task(str(index), [{"role": "user", "content": f"say {index}"}], {"answer": str(index)})
         def reward(self, task, answer): return float(answer.strip() == task.data["answer"])
 
     def load(**options): return Echo()

@@ -62,8 +62,9 @@ class ReasoningGym(Environment):
         share = {"train": 1 - options.heldout, "heldout": options.heldout, "all": 1.0}[options.split]
         # task i is the first of items i, i + size, i + 2 size, ... in the split; so many that missing it in all has chance 1e-6
         self._rounds = 1 if share == 1.0 else math.ceil(math.log(1e-6 / options.size) / math.log(1 - share))
-        self._dataset = _create(options, options.size * self._rounds)
+        self._dataset = functools.cache(lambda part: _create(options, part))
         self._find = functools.lru_cache(maxsize=65536)(self._find_uncached)
+        self._bounded = self._is_bounded()
         first = self._item(self._find(0))
         if options.scoring == "exact" and not isinstance(first["answer"], str):
             raise ConfigError(f'reasoning_gym task {options.task!r} has no single answer; use scoring = "score"')
@@ -81,16 +82,27 @@ class ReasoningGym(Environment):
         entry = self._item(task.data["item"])
         given = extract(answer, self.options.answer)
         if self.options.scoring == "score":
-            return self._dataset.score_answer(answer=given, entry=entry)
+            return self._dataset(0).score_answer(answer=given, entry=entry)
         return float(given is not None and same(given, entry["answer"].strip()))
 
     def _item(self, item: int) -> dict[str, Any]:
+        part, offset = divmod(item, self.options.size) if self._bounded else (0, item)
         try:
-            return self._dataset[item]
+            return self._dataset(part)[offset]
         except Exception as error:  # 106 generators, each with its own way to fail
             raise ConfigError(
                 f"reasoning_gym task {self.options.task!r} can't generate item {item} with these settings: {type(error).__name__}: {error}"
             ) from error
+
+    def _is_bounded(self) -> bool:
+        """Whether the task makes its `size` items beforehand, so that further ones need another dataset."""
+        try:
+            self._dataset(0)[self.options.size]
+        except IndexError:
+            return True
+        except Exception:  # item 0 tells what is wrong
+            return False
+        return False
 
     def _find_uncached(self, index: int) -> int:
         if not 0 <= index < self.options.size:
@@ -126,7 +138,8 @@ def same(given: str, expected: str) -> bool:
     return given == expected
 
 
-def _create(options: Options, size: int) -> Any:
+def _create(options: Options, part: int) -> Any:
+    """The dataset whose item i is item part * size + i of the whole."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", SyntaxWarning)  # of its dependencies' sources
@@ -139,9 +152,9 @@ def _create(options: Options, size: int) -> Any:
     if unknown := [unknown_key(name, known, "setting") for name in options.settings if name not in known]:
         raise ConfigError(*(f"reasoning_gym task {options.task!r}: {problem}" for problem in unknown))
     # item i is drawn with Random(seed + i): hashing keeps the draws of neighbouring seeds apart; some tasks take 32 bits only
-    seed = xxhash.xxh3_64_intdigest(str(options.seed).encode()) % 2**31
+    seed = xxhash.xxh3_64_intdigest(str(options.seed).encode()) % 2**31 + part * options.size
     try:
-        return create_dataset(options.task, seed=seed, size=size, **options.settings)
+        return create_dataset(options.task, seed=seed, size=options.size, **options.settings)
     except Exception as error:  # settings are checked by asserts, and by whatever the constructors do with them
         raise ConfigError(f"reasoning_gym task {options.task!r}: settings {options.settings}: {type(error).__name__}: {error}") from error
 

@@ -1,7 +1,7 @@
 """Judged groups -> batches of exactly batch_size rollouts: how many more to open, which are too stale, which ship."""
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from megatron_rl.config.base import ConfigError
 from megatron_rl.config.orchestrator import OrchestratorConfig
@@ -17,8 +17,8 @@ class Selection:
     step: int
     groups: list[Judged]
     surplus: list[Rollout]
-    dropped: list[tuple[Judged, str]]
-    """Groups dropped since the batch before: zero_advantage, unusable, stale."""
+    dropped: list[Judged]
+    """Groups dropped since the batch before, each with its fate."""
 
     @property
     def rollouts(self) -> list[tuple[Rollout, float]]:
@@ -36,7 +36,7 @@ class BatchBuilder:
     in_order: bool = False
     """Ship groups in the order in which they were drawn; else first ready, first shipped."""
     ready: list[Judged] = field(default_factory=list)
-    dropped: list[tuple[Judged, str]] = field(default_factory=list)
+    dropped: list[Judged] = field(default_factory=list)
 
     def wanted(self, step: int, version: int, open_rollouts: int) -> int:
         """Rollouts that may still be opened while batch `step` is being made and the engines hold `version`."""
@@ -45,20 +45,21 @@ class BatchBuilder:
         return batches * self.config.batch_size - open_rollouts - sum(len(judged.usable) for judged in self.ready)
 
     def add(self, judged: Judged, step: int) -> None:
-        """A group completed. ConfigError once max_filtered_groups were filtered for this batch."""
+        """A group's fate is known. ConfigError once max_filtered_groups were filtered for this batch."""
         if judged.fate == "train":
             self.ready.append(judged)
             return
-        self.dropped.append((judged, judged.fate))
-        filtered = [j for j, reason in self.dropped if reason != "stale"]
+        self.dropped.append(judged)
+        filtered = [j for j in self.dropped if j.fate != "stale"]
         if len(filtered) >= self.config.max_filtered_groups:
             raise ConfigError(self._hopeless(filtered, step))
 
     def expire(self, step: int) -> list[Judged]:
         """Drop the ready groups that are too stale for batch `step`; returns them."""
-        stale = [judged for judged in self.ready if too_stale(step, judged.min_version, self.config.max_off_policy_steps)]
-        self.ready = [judged for judged in self.ready if judged not in stale]
-        self.dropped += [(judged, "stale") for judged in stale]
+        limit = self.config.max_off_policy_steps
+        stale = [replace(judged, fate="stale") for judged in self.ready if too_stale(step, judged.min_version, limit)]
+        self.ready = [judged for judged in self.ready if not too_stale(step, judged.min_version, limit)]
+        self.dropped += stale
         return stale
 
     def take(self, step: int) -> Selection | None:
@@ -68,7 +69,7 @@ class BatchBuilder:
         room, groups, surplus = self.config.batch_size, [], []
         for judged in self.ready:
             fits, over = judged.usable[:room], judged.usable[room:]
-            groups.append(Judged(judged.group, judged.fate, fits))
+            groups.append(replace(judged, usable=fits))
             surplus += [rollout for rollout, _ in over]
             room -= len(fits)
             if room == 0:

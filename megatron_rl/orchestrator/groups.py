@@ -37,12 +37,12 @@ class Group:
         return len(self.rollouts) == self.size
 
 
-Fate = Literal["train", "zero_advantage", "unusable"]
+Fate = Literal["train", "zero_advantage", "unusable", "stale"]
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class Judged:
-    """A complete group. `usable`: its rollouts that may be trained on, in order of index, with their advantages."""
+    """A group with its fate. `usable`: its rollouts that may be trained on, in order of index, with their advantages."""
 
     group: Group
     fate: Fate

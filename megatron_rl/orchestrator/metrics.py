@@ -15,13 +15,12 @@ def batch_metrics(selection: Selection) -> dict[str, float]:
     stale; reward/std is the population's. Staleness is over the rollouts shipped. Counts of what was dropped are of the
     groups considered.
     """
-    groups = [*selection.groups, *(judged for judged, _ in selection.dropped)]
-    considered = [rollout for judged in groups for rollout in judged.group.rollouts.values()]
+    considered = [rollout for judged in (*selection.groups, *selection.dropped) for rollout in judged.group.rollouts.values()]
     finished = [rollout for rollout in considered if rollout.ok]
     shipped = [rollout for rollout, _ in selection.rollouts]
     ages = [staleness(selection.step, rollout.min_version) for rollout in shipped]
     reasons = Counter(rollout.finish_reason for rollout in considered)
-    dropped = Counter(reason for _, reason in selection.dropped)
+    dropped = Counter(judged.fate for judged in selection.dropped)
     return {
         "reward/mean": statistics.fmean(rollout.reward for rollout in finished),
         "reward/std": statistics.pstdev(rollout.reward for rollout in finished),

@@ -156,13 +156,15 @@ class Orchestrator:
             raise ConfigError(f"{limit} rollouts in a row ended in an error or a timeout, the last: {rollout.error}")
 
     def _drop_stale(self, step: int) -> None:
+        """Drop what is too stale for batch `step`: ready groups by their oldest token, open ones by the version they started with."""
         for judged in self.builder.expire(step):
             self._settle(judged, step, "stale")
         for group in [g for g in self.open if too_stale(step, g.version, self.config.orchestrator.max_off_policy_steps)]:
             self.open.remove(group)
             self.dispatcher.cancel(group)
-            self._settle(Judged(group, "train", []), step, "stale")
-            self.builder.dropped.append((Judged(group, "train", []), "stale"))
+            judged = Judged(group, "stale", [])
+            self._settle(judged, step, "stale")
+            self.builder.add(judged, step)
 
     def _settle(self, judged: Judged, step: int, fate: str) -> None:
         """The group's fate is known: trace its rollouts; its task is not dispatched again."""
@@ -170,9 +172,10 @@ class Orchestrator:
         for rollout in judged.group.rollouts.values():
             if id(rollout) in advantages:
                 self.trace.append(rollout, kind="train", step=step, fate=fate, advantage=advantages[id(rollout)])
+            elif rollout.ok:  # of a batch's last group that did not fit, or of a group that never became complete
+                self.trace.append(rollout, kind="train", step=step, fate="surplus" if fate == "shipped" else fate)
             else:
-                left_out = fate if fate == "stale" else "surplus" if rollout.ok and fate == "shipped" else rollout.finish_reason
-                self.trace.append(rollout, kind="train", step=step, fate=left_out)
+                self.trace.append(rollout, kind="train", step=step, fate=rollout.finish_reason)
         self.tasks.settle(judged.group.draw.number)
 
     def _build(self, selection: Selection, started: float) -> StepBatch:

@@ -87,7 +87,7 @@ def test_stale_ready_groups_are_dropped_whole():
     assert [j.group.draw.number for j in b.expire(4)] == [0]  # staleness 3
     selection = b.take(4)
     assert [j.group.draw.number for j in selection.groups] == [1, 2]
-    assert [(j.group.draw.number, why) for j, why in selection.dropped] == [(0, "stale")]
+    assert [(j.group.draw.number, j.fate) for j in selection.dropped] == [(0, "stale")]
 
 
 def test_too_many_filtered_groups_for_one_batch_end_the_run():

@@ -302,3 +302,29 @@ def test_two_sources_are_mixed_by_ratio(config, tmp_path):
     groups = [r["session"].split("-")[0] for r in pool.requests][::4]
     assert 0.6 < groups.count("a") / len(groups) < 0.9
     assert Guess().task(3).id == "guess-3"
+
+
+def test_a_group_in_flight_that_got_too_stale_is_cancelled_and_the_run_goes_on(config):
+    async def first_group_hangs(prompt, seed):
+        if len(pool.requests) <= 4:
+            await asyncio.sleep(60)
+        return guesses(prompt, seed)
+
+    cfg = config(steps=6, orchestrator={"max_off_policy_steps": 2})
+    pool = ScriptedPool(first_group_hangs)
+    batches = play(cfg, pool)
+    assert [len(sample_ids(b)) for b in batches] == [16] * 6
+    hung = {r["session"] for r in pool.requests[:4]}
+    assert hung == {"guess-0"} and not any(name.startswith("guess-0-") for b in batches for name in sample_ids(b))
+    # opened under version 0: too stale for batch 4, whose tokens may be of version 1 or later
+    assert [b.metrics["groups/stale"] for b in batches] == [0, 0, 0, 1, 0, 0]
+    assert sum(b.metrics["rollouts/cancelled"] for b in batches) == 4
+
+
+def test_nothing_is_generated_during_an_evaluation_of_a_deterministic_run(config, tmp_path):
+    held = [{"id": "held", "env": {"path": str(tmp_path / "env.py")}, "select": {"limit": 5}}]
+    pool = ScriptedPool(guesses, jitter=15)
+    play(config(deterministic=True, eval={"interval": 1, "source": held}), pool)
+    kinds = ["eval" if r["session"].startswith("eval-") else "train" for r in pool.requests]
+    runs = [kind for i, kind in enumerate(kinds) if i == 0 or kinds[i - 1] != kind]
+    assert runs == ["eval", "train"] * 4 + ["eval"]

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import shutil
 import time
 from pathlib import Path
 from types import TracebackType
@@ -40,7 +39,7 @@ def read_batch(directory: Path, step: int) -> StepBatch:
 
 
 class FilesystemBatchServer:
-    """The directory belongs to one server at a time: what an earlier one left in it is removed on entry.
+    """The directory belongs to one server at a time: batches that an earlier one left in it are removed on entry.
 
     session.json holds the token's fingerprint, so a client never takes another session's files for ours.
     """
@@ -51,8 +50,10 @@ class FilesystemBatchServer:
         self._steps: list[int] = []
 
     async def __aenter__(self) -> Self:
-        shutil.rmtree(self._directory, ignore_errors=True)
-        self._directory.mkdir(parents=True)
+        self._directory.mkdir(parents=True, exist_ok=True)
+        (self._directory / SESSION).unlink(missing_ok=True)
+        for left in self._directory.glob("step_*.batch"):
+            left.unlink()
         write_atomic(self._directory / SESSION, json.dumps({"token_sha256": fingerprint(self._token)}).encode())
         return self
 
