@@ -84,7 +84,8 @@ def build_ours(directory: str, args: argparse.Namespace):  # noqa: ANN201
 
     model = ModelConfig(path=directory, dtype="float32")
     trainer, optim = TrainerConfig(threads=args.threads), OptimConfig(lr=1e-4)
-    session = open_session(model, directory, trainer, optim, SchedulerConfig(), 10**6, 0, None)
+    world = platform.initialize(trainer.parallel, 0, 60.0, trainer.threads)
+    session = open_session(world, model, directory, trainer, optim, SchedulerConfig(), 10**6, None)
     streams = {row.name: np.full(args.documents * args.length, row.pad, row.dtype) for row in STREAMS}
     streams["token_ids"] = tokens_of(args).ravel()
     streams["ce_weights"].reshape(args.documents, args.length)[:, 1:] = 1

@@ -51,16 +51,16 @@ def main(config: RLConfig, command: Sequence[str], console: Console) -> None:
 
 
 def _meeting(path: Path, resolved: Path, config: RLConfig) -> dict[str, Any]:
-    """What every rank must know. One port per stage: a process group can't meet twice through the same store."""
+    """What every rank must know."""
     host = "127.0.0.1" if os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"] else os.environ["MASTER_ADDR"]
-    batches, sft, rl = free_ports(3, "0.0.0.0" if host != "127.0.0.1" else host)
+    batches, port = free_ports(2, "0.0.0.0" if host != "127.0.0.1" else host)
     zmq = config.orchestrator.batch_transport == "zmq"
     return {
         "token": secrets.token_hex(16),
         "resolved": str(resolved.resolve()),
         "logs": str((path / "logs" / resolved.parent.name).resolve()),
         "batches": f"tcp://{host}:{batches}" if zmq else str(path.resolve() / "exchange"),
-        "ports": {"sft": sft, "rl": rl},
+        "port": port,
     }
 
 
@@ -82,14 +82,15 @@ def _train(shared: dict[str, Any], services: "Services | None") -> None:
     from megatron_rl.launch import trainer_process
 
     config = load(RLConfig, ["--config", shared["resolved"]]).config
-    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"  # ours, on the stage's port
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"  # ours, on a port of its own
+    os.environ["MASTER_PORT"] = str(shared["port"])
+    world = trainer_process.join(config)
     if warms_up(config):
-        os.environ["MASTER_PORT"] = str(shared["ports"]["sft"])
-        trainer_process.main(config, "sft", None)
+        trainer_process.warm_up(config, world)
     if services is not None:
         services.tell("rl")
-    os.environ["MASTER_PORT"] = str(shared["ports"]["rl"])
-    trainer_process.main(config, "rl", shared["batches"])
+    trainer_process.train(config, world, shared["batches"])
+    world.shutdown()
 
 
 class Services:

@@ -44,7 +44,7 @@ def model_inputs(micro_batch: MicroBatch, world: World) -> ModelInputs:
         array[last] = pads[name]
     arrays = {"tokens": streams["token_ids"], "positions": np.concatenate([np.arange(n) for n in lengths]), **shifted}
     device = platform.device()
-    tensors = {name: torch.from_numpy(np.ascontiguousarray(array)).to(device) for name, array in arrays.items()}
+    tensors = {name: torch.from_numpy(np.array(array)).to(device) for name, array in arrays.items()}
     if world.context_size > 1:
         share = zigzag_indices(cu, world.context_rank, world.context_size).to(device)
         tensors = {name: tensor[share] for name, tensor in tensors.items()}

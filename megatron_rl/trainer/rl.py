@@ -8,6 +8,7 @@ from megatron_rl.algorithms import build_loss
 from megatron_rl.algorithms.losses import Loss
 from megatron_rl.config.run import RLConfig
 from megatron_rl.conversion import export_tensors
+from megatron_rl.platform import World
 from megatron_rl.trainer import checkpoint
 from megatron_rl.trainer.session import Session, open_session
 from megatron_rl.trainer.step import train_step
@@ -21,11 +22,11 @@ def start_weights(config: RLConfig) -> str:
     return f"{config.run.dir}/hf/sft" if config.sft and not config.trainer.replay else config.model.path
 
 
-def main(config: RLConfig, batches: BatchClient, resume_from: Path | None = None) -> None:
+def main(config: RLConfig, world: World, batches: BatchClient, resume_from: Path | None = None) -> None:
     """One rank, from the first to the last step (collective over all ranks)."""
     trainer, run_dir = config.trainer, Path(config.run.dir)
     session = open_session(
-        config.model, start_weights(config), trainer, trainer.optim, trainer.scheduler, trainer.steps, config.seed, resume_from
+        world, config.model, start_weights(config), trainer, trainer.optim, trainer.scheduler, trainer.steps, resume_from
     )
     rl_loss = build_loss(trainer.loss.name, **trainer.loss.options)
     sender = None if trainer.replay else FilesystemSender(run_dir, config.weights.keep_last)
@@ -33,7 +34,6 @@ def main(config: RLConfig, batches: BatchClient, resume_from: Path | None = None
     for step in range(session.start + 1, trainer.steps + 1):
         run_step(config, session, rl_loss, batches, sender, step)
     session.save_hf(run_dir / "hf" / f"step_{trainer.steps}")
-    session.world.shutdown()
 
 
 def run_step(config: RLConfig, session: Session, rl_loss: Loss, batches: BatchClient, sender: FilesystemSender | None, step: int) -> None:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_rl import conversion, models, platform
+from megatron_rl import conversion, models
 from megatron_rl.config.model import ModelConfig
 from megatron_rl.config.trainer import OptimConfig, SchedulerConfig, TrainerConfig
 from megatron_rl.models.policy import Policy
@@ -28,17 +28,16 @@ class Session:
 
 
 def open_session(
+    world: World,
     model: ModelConfig,
     source: str,
     trainer: TrainerConfig,
     optim: OptimConfig,
     scheduler: SchedulerConfig,
     steps: int,
-    seed: int,
     resume_from: Path | None,
 ) -> Session:
-    """Join the ranks, build the policy, and load `source`'s weights (HF) or the checkpoint `resume_from`."""
-    world = platform.initialize(trainer.parallel, seed, trainer.collective_timeout_s, trainer.threads)
+    """Build this rank's part of the policy, and load `source`'s weights (HF) or the checkpoint `resume_from`."""
     policy = models.build(source, trainer.parallel, model.dtype, trainer.recompute, trainer.head_chunk_tokens)
     if resume_from is None:
         conversion.load_hf(policy, source)

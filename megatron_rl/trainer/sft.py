@@ -11,6 +11,7 @@ from transformers import AutoTokenizer
 from megatron_rl.algorithms import build_loss
 from megatron_rl.config.run import RLConfig, SftRunConfig
 from megatron_rl.config.trainer import SftConfig
+from megatron_rl.platform import World
 from megatron_rl.trainer import checkpoint
 from megatron_rl.trainer.conversations import load_samples
 from megatron_rl.trainer.session import open_session
@@ -20,12 +21,11 @@ from megatron_rl.transports.batches.packing import pack
 from megatron_rl.transports.batches.records import StepBatch, TrainingSample
 
 
-def main(config: RLConfig | SftRunConfig, resume_from: Path | None = None) -> None:
+def main(config: RLConfig | SftRunConfig, world: World, resume_from: Path | None = None) -> None:
     """One rank, from the first to the last step; exports hf/sft (collective over all ranks)."""
     sft, trainer, run_dir = config.sft, config.trainer, Path(config.run.dir)
     assert sft is not None
-    session = open_session(config.model, config.model.path, trainer, sft.optim, sft.scheduler, sft.steps, config.seed, resume_from)
-    world = session.world
+    session = open_session(world, config.model, config.model.path, trainer, sft.optim, sft.scheduler, sft.steps, resume_from)
     samples = load_samples(Path(sft.data), AutoTokenizer.from_pretrained(config.model.tokenizer_path), config.model.context)
     rl_loss = build_loss(trainer.loss.name, **trainer.loss.options)
     for step in range(session.start + 1, sft.steps + 1):
@@ -38,7 +38,6 @@ def main(config: RLConfig | SftRunConfig, resume_from: Path | None = None) -> No
             line = {"step": step, **batch.metrics, **metrics, "time/step": time.perf_counter() - started}
             append_line(run_dir / "sft_metrics.jsonl", json.dumps(line, allow_nan=False))
     session.save_hf(run_dir / "hf" / "sft")
-    world.shutdown()
 
 
 def step_batch(samples: list[TrainingSample], sft: SftConfig, step: int, micro_batch_tokens: int, data_parallel: int) -> StepBatch:

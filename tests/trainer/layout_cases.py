@@ -4,8 +4,6 @@ import json
 import os
 from pathlib import Path
 
-from torch.distributed import TCPStore
-
 from megatron_rl import platform
 
 
@@ -15,27 +13,34 @@ def main(args: list[str]) -> dict[str, list[dict]]:
     from megatron_rl.trainer import rl
     from megatron_rl.transports.batches.filesystem import ReplayClient
 
-    # as torchrun's agent does: one store outlives several process groups, each in its own namespace
-    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
-    host = (
-        TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=True, wait_for_workers=False) if os.environ["RANK"] == "0" else None
-    )
     work = Path(args[0])
     cases = json.loads((work / "layouts.json").read_text())
-    for attempt, name in enumerate(args[1:]):
-        os.environ["TORCHELASTIC_RESTART_COUNT"] = str(attempt)
+    world = None
+    for name in args[1:]:
         case = cases[name]
         config = rl_config(work, name, case)
         checkpoint = work / "runs" / case["resume_from"] if "resume_from" in case else None
         if os.environ["RANK"] == "0":
             Path(config.run.dir).mkdir(parents=True)
-        rl.main(config, ReplayClient(work / "batches"), checkpoint)
+        world = regroup(config.trainer.parallel, world)
+        rl.main(config, world, ReplayClient(work / "batches"), checkpoint)
     lines = {}
     if os.environ["RANK"] == "0":
         for name in args[1:]:
             lines[name] = [json.loads(line) for line in (work / "runs" / name / "metrics.jsonl").read_text().splitlines()]
-    del host
     return lines
+
+
+def regroup(parallel, world):
+    """The first layout joins the ranks; the next ones split the same ranks anew."""
+    from megatron.core import parallel_state
+
+    from megatron_rl.platform.world import split
+
+    if world is None:
+        return platform.initialize(parallel, seed=0, timeout_s=120.0, threads=1)
+    parallel_state.destroy_model_parallel()
+    return split(parallel, seed=0, timeout_s=120.0)
 
 
 def rl_config(work: Path, name: str, case: dict):
