@@ -3,7 +3,6 @@
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING
-from typing import TYPE_CHECKING
 
 from megatron_rl import platform
 from megatron_rl.config.base import ConfigError
@@ -15,8 +14,6 @@ from megatron_rl.transports.batches.base import BatchClient, open_client
 if TYPE_CHECKING:
     from megatron_rl.platform import World
 
-if TYPE_CHECKING:
-    
 
 def main(config: RLConfig | SftRunConfig, stage: str, batches: str | None) -> None:
     """Train one stage as the rank that the environment says. `batches`: where the rl stage pulls them from."""
