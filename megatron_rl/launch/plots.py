@@ -114,7 +114,7 @@ def staleness(axes: "Axes", steps: list[Line], evals: list[Line]) -> bool:
     axes.plot(x, mean, color=BLUE, label="mean")
     top_x, top = _series(steps, "staleness/max")
     axes.plot(top_x, top, color=GREY, linestyle="--", label="max")
-    axes.set_ylim(bottom=0)
+    axes.set_ylim(0, max([*mean, *top, 0.0]) + 0.5)
     axes.legend(frameon=False, fontsize=8)
     _label(axes, "staleness of samples", "optimizer steps")
     return bool(x)
@@ -142,8 +142,10 @@ def step_time(axes: "Axes", steps: list[Line], evals: list[Line]) -> bool:
     if not x or not shown:
         return False
     axes.stackplot(x, [[line.get(key, 0.0) for line in lines] for key, _ in shown], labels=[label for _, label in shown], alpha=0.85)
-    axes.plot(x, [line["time/step"] for line in lines], color="black", linewidth=0.8, label="whole step")
-    axes.legend(frameon=False, fontsize=8)
+    whole = [line["time/step"] for line in lines]
+    axes.plot(x, whole, color="black", linewidth=0.8, label="whole step")
+    axes.set_ylim(0, max(whole) * 1.35)  # room for the legend
+    axes.legend(frameon=False, fontsize=8, ncols=2, loc="upper center")
     _label(axes, "time per step", "seconds")
     return True
 
