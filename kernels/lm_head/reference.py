@@ -96,17 +96,17 @@ class _LogProbs(torch.autograd.Function):
         hidden, weight, columns, is_local, temperatures, log_normalizer = ctx.saved_tensors
         rows = ctx.rows
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
-        grad_hidden = torch.empty_like(hidden) if needs_hidden else None
+        grad_hidden = torch.zeros_like(hidden) if needs_hidden else None
         grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if needs_weight else None
-        for start in range(0, hidden.shape[0], ctx.chunk_tokens):
-            part = slice(start, start + ctx.chunk_tokens)
+        # Prompt and padding tokens have no gradient: their logits are not computed again.
+        for part in grad.nonzero().squeeze(1).split(ctx.chunk_tokens):
             logits = _scaled_logits(hidden[part], weight[:rows], temperatures[part])
             scaled = (grad[part] / temperatures[part])[:, None]
             grad_logits = logits.sub_(log_normalizer[part, None]).exp_().mul_(-scaled)
             grad_logits.scatter_add_(1, columns[part, None], scaled * is_local[part, None])
             grad_logits = grad_logits.to(weight.dtype)
             if grad_hidden is not None:
-                grad_hidden[part] = matmul_float32(grad_logits, weight[:rows])
+                grad_hidden[part] = matmul_float32(grad_logits, weight[:rows]).to(hidden.dtype)
             if grad_weight is not None:
                 grad_weight[:rows] += matmul_float32(grad_logits.t(), hidden[part])
         return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), *(None,) * 6

@@ -48,7 +48,10 @@ def check_supported(hf_config: HFConfig, parallel: ParallelConfig) -> list[str]:
     except ConfigError as error:
         return error.problems
     missing = [f"config.json: {field!r} is missing" for field in _REQUIRED if not hf_config.get(field)]
-    return missing or [*family.check(hf_config), *rope.check(hf_config), *_check_layout(hf_config, parallel)]
+    quantized = hf_config.get("quantization_config") and [
+        "config.json: quantization_config: only float32 and bfloat16 weights can be trained"
+    ]
+    return missing or [*(quantized or []), *family.check(hf_config), *rope.check(hf_config), *_check_layout(hf_config, parallel)]
 
 
 def _check_layout(hf: HFConfig, parallel: ParallelConfig) -> list[str]:

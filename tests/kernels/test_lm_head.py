@@ -70,6 +70,15 @@ def test_padding_rows_get_zero_gradient_whatever_they_hold():
     assert dirty[3][case["vocab"] :].abs().max() == 0
 
 
+def test_tokens_without_upstream_gradient_add_nothing():
+    case = _inputs()
+    case["upstream"][::2] = 0.0
+    for ours, exact in zip(_chunked(case, 5), _dense_float64(case), strict=True):
+        torch.testing.assert_close(ours.double(), exact, rtol=1e-5, atol=1e-5)
+    case["upstream"].zero_()
+    assert all(gradient.abs().max() == 0 for gradient in _chunked(case, 5)[2:])
+
+
 def test_entropy_carries_no_gradient():
     case = _inputs()
     _, entropy = log_probs_and_entropy(

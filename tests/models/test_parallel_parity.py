@@ -65,7 +65,7 @@ def oracles(folder, data):
 
 @pytest.fixture(scope="module")
 def launches(folder, data):
-    """Results by rank count, each launch made once, when the first of its cases asks."""
+    """Results by rank count, each launch made once, when the first of its cases asks (a failed one is not tried again)."""
     made = {}
 
     def launch(ranks: int) -> tuple[list, Path]:
@@ -75,7 +75,9 @@ def launches(folder, data):
             cases = [case | {"model": str(folder / case["model"])} for case in LAUNCHES[ranks]]
             (out / "cases.json").write_text(json.dumps(cases))
             target = f"{Path(__file__).parent}/parallel_cases.py:main"
+            made[ranks] = None
             made[ranks] = run_ranks(target, ranks, [str(out / "cases.json"), str(folder / "data.safetensors"), str(out)]), out
+        assert made[ranks] is not None, f"the launch of {ranks} ranks failed before"
         return made[ranks]
 
     return launch
