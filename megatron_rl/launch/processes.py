@@ -17,11 +17,16 @@ from megatron_rl.launch.process_groups import MARKER, RunProcesses, die_with_par
 
 GRACE_S = 10.0
 TICK_S = 0.5
+SETTLE_S = 3.0
 INNER = re.compile(r"VLLM::|multiprocessing\.(spawn|forkserver)")
 """Titles of processes without which the child that started them is of no use."""
-ERROR_LINE = re.compile(
-    r"^(?:.*\b)?(?:\w+\.)*\w*(?:Error|Exception|Exit|Interrupt|Failure)\b(?::|$)|^\S*error: |\b(?:ERROR|FATAL|CRITICAL)\b"
-)
+COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+PREFIX = re.compile(r"^\(\w+ pid=\d+\)\s*(?:[A-Z]+ \S+ \S+ \[[^\]]*\] ?)?")
+"""What vLLM puts in front of the lines of its log."""
+NAMED_ERROR = re.compile(r"^(?:\w+\.)*\w*(?:Error|Exception|Exit|Interrupt|Failure)\b(?::|$)|^error: ")
+ERROR_LEVEL = re.compile(r"\b(?:ERROR|FATAL|CRITICAL)\b")
+CONSEQUENCE = re.compile(r"EngineDeadError|Engine core initialization failed")
+"""Errors that only say that something else failed before."""
 
 
 class RunFailed(Exception):
@@ -126,8 +131,7 @@ class Supervisor:
                 child for child in self.children if child.lost and child not in dead and time.monotonic() - child.lost[2] > GRACE_S / 2
             ]
             if failed:
-                # what a SIGKILL caused in others can be seen in the same instant
-                raise self._failure(min(failed, key=lambda child: child.process.returncode != -signal.SIGKILL))
+                raise self._failure(self._first_cause(failed))
             for child in done:
                 self._forget(child)
             self._tell_watchdog("")
@@ -166,6 +170,17 @@ class Supervisor:
                 child.lost = (gone[0], _short(child.inner[gone[0]]), time.monotonic())
             child.inner = seen[pid]
 
+    def _first_cause(self, failed: list[Child]) -> Child:
+        """Whose end most likely caused the others': one killed from outside, else the one that was started first (engines are).
+
+        A process that notices a dead peer may end before the peer has, so those that follow within SETTLE_S are looked at, too.
+        """
+        deadline = time.monotonic() + SETTLE_S
+        while not any(child.process.returncode == -signal.SIGKILL for child in failed) and time.monotonic() < deadline:
+            time.sleep(0.05)
+            failed += [child for child in self.children if child not in failed and child.process.poll() not in (None, 0)]
+        return min(failed, key=lambda child: (child.process.returncode != -signal.SIGKILL, self.children.index(child)))
+
     def _failure(self, child: Child) -> RunFailed:
         error = last_error(child.log)
         code = 2 if child.process.poll() == 2 else 1
@@ -192,13 +207,15 @@ def _interrupt(*_: object) -> None:
     raise KeyboardInterrupt
 
 
-def last_error(log: Path, tail: int = 1 << 16, width: int = 300) -> str:
-    """The last line of a log that reads like an error; else its last line; "" for an empty one. Without our own "error: " in front."""
+def last_error(log: Path, tail: int = 1 << 18, width: int = 300) -> str:
+    """The last line of a log that is an error by its name, else by its level; else its last line; "" for an empty one."""
     with open(log, "rb") as f:
         f.seek(max(0, log.stat().st_size - tail))
-        lines = [line.strip() for line in f.read().decode(errors="replace").splitlines() if line.strip()]
-    errors = [line for line in lines if ERROR_LINE.search(line)]
-    return (errors or lines or [""])[-1].removeprefix("error: ")[:width]
+        lines = [line.rstrip() for line in COLOUR.sub("", f.read().decode(errors="replace")).splitlines() if line.strip()]
+    named = [text for line in lines if NAMED_ERROR.search(text := PREFIX.sub("", line))]
+    causes = [text for text in named if not CONSEQUENCE.search(text)]
+    levelled = [line for line in lines if ERROR_LEVEL.search(line)]
+    return (causes or named or levelled or lines or [""])[-1].strip().removeprefix("error: ")[:width]
 
 
 def _signal_name(number: int) -> str:

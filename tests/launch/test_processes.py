@@ -101,6 +101,15 @@ def test_a_sigkill_is_named_before_the_failures_it_causes(supervisor):
     assert str(failure(supervisor, first, second)).startswith("trainer_1 ")
 
 
+def test_what_was_started_first_is_named_when_others_follow_it(supervisor):
+    # an engine that is slow to end after its error, and an orchestrator that fails on its first refused request
+    engine = supervisor.start("engine_0", python("import time; time.sleep(1); raise RuntimeError('no such kernel')"))
+    orchestrator = supervisor.start("orchestrator", python("raise ConnectionError('answered 500')"))
+    orchestrator.process.wait()
+    assert engine.process.poll() is None
+    assert str(failure(supervisor, orchestrator)).endswith("last error: RuntimeError: no such kernel")
+
+
 INNER = """
     import multiprocessing, sys, time
     def work():
@@ -190,7 +199,13 @@ def test_a_killed_watchdog_ends_the_run(supervisor):
     [
         ("INFO a\nTraceback (most recent call last):\n  File x\nValueError: bad shape\nINFO shutting down\n", "ValueError: bad shape"),
         ("error: first\nerror: model.path: gone\n", "model.path: gone"),
-        ("(EngineCore) ERROR 11-29 out of memory\n", "(EngineCore) ERROR 11-29 out of memory"),
+        ("(EngineCore pid=7) ERROR 11-29 [core.py:15] out of memory\n", "(EngineCore pid=7) ERROR 11-29 [core.py:15] out of memory"),
+        (
+            "\x1b[0;36m(EngineCore pid=7)\x1b[0;0m ERROR 11-29 23:40:04 [core.py:1512] RuntimeError: no such kernel\n"
+            "(APIServer pid=6) ERROR 11-29 23:40:04 [async_llm.py:906] vllm.exceptions.EngineDeadError: see above\n"
+            "(APIServer pid=6) INFO shutting down\n",
+            "RuntimeError: no such kernel",
+        ),
         ("torch.distributed.DistBackendError: timed out\n", "torch.distributed.DistBackendError: timed out"),
         ("0 errors in error_count = 0\nlast words\n", "last words"),
         ("", ""),
