@@ -6,11 +6,14 @@ from pathlib import Path
 
 from megatron_rl.config import validate
 from megatron_rl.config.base import ConfigError
+from megatron_rl.config.hf_directory import text_config
 from megatron_rl.config.run import EvalRunConfig, ResumeConfig, RLConfig, SftRunConfig
 from megatron_rl.config.trainer import LossConfig, ParallelConfig
 from megatron_rl.launch import plan, ports, run_dir
 from megatron_rl.platform.stack import gpu_count
 
+CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+"""Of vLLM 0.32 (v1/attention/backends/cpu_attn.py); others fail at the first token."""
 SHOWN = 10
 """Bad rows of a data file that are named one by one; the rest are counted."""
 
@@ -33,6 +36,7 @@ def check(config: RLConfig | SftRunConfig | EvalRunConfig, ranks: int | None = N
         found += _advantage(config)
     if isinstance(config, RLConfig | EvalRunConfig):
         found += ports.problems(config.inference)
+        found += _engine(config)
         found += _environments(config)
     if found:
         raise ConfigError(*dict.fromkeys(found))
@@ -43,6 +47,25 @@ def _model(config: RLConfig | SftRunConfig, parallel: ParallelConfig) -> list[st
 
     hf = validate.hf_config(config.model)
     return check_supported(hf, parallel) if hf is not None else []
+
+
+def _engine(config: RLConfig | EvalRunConfig) -> Iterator[str]:
+    """What vLLM would refuse, or fail on at its first token."""
+    hf = validate.hf_config(config.model)
+    if hf is None:
+        return
+    text = text_config(hf)
+    longest, heads = text.get("max_position_embeddings"), text.get("num_attention_heads")
+    if longest is not None and config.model.context > longest:
+        yield f"model.context = {config.model.context}: the model's max_position_embeddings is {longest}; lower the context"
+    if heads is None:
+        return
+    shards = config.inference.tensor_parallel
+    if heads % shards:
+        yield f"inference.tensor_parallel = {shards}: does not divide the model's {heads} attention heads"
+    size = text.get("head_dim") or text.get("hidden_size", 0) // heads
+    if not gpu_count() and size not in CPU_HEAD_SIZES:
+        yield f"model.path: attention heads of size {size} do not run in vLLM's CPU engine; it has {', '.join(map(str, CPU_HEAD_SIZES))}"
 
 
 def _ranks(parallel: ParallelConfig, ranks: int | None) -> Iterator[str]:

@@ -207,7 +207,7 @@ def _interrupt(*_: object) -> None:
     raise KeyboardInterrupt
 
 
-def last_error(log: Path, tail: int = 1 << 18, width: int = 300) -> str:
+def last_error(log: Path, tail: int = 1 << 22, width: int = 300) -> str:
     """The last line of a log that is an error by its name, else by its level; else its last line; "" for an empty one."""
     with open(log, "rb") as f:
         f.seek(max(0, log.stat().st_size - tail))

@@ -59,6 +59,7 @@ def test_a_good_config_has_no_problem(place):
         ("--sft.data gone.jsonl", "sft.data: gone.jsonl cannot be read: No such file or directory"),
         ("--sft.data rows.jsonl --sft.batch-size 1 --trainer.parallel.data-parallel 2", "sft.batch_size = 1: fewer rows than"),
         ("--trainer.replay gone", "trainer.replay: gone holds no dumped batches"),
+        ("--inference.tensor-parallel 3", "inference.tensor_parallel = 3: does not divide the model's 4 attention heads"),
         ("--inference.engines 3 --inference.port 65534", "inference.port = 65534: 3 engines counting up from it pass port 65535"),
     ],
 )
@@ -98,6 +99,10 @@ def test_all_problems_are_told_at_once(place):
             lambda model: (shutil.rmtree(model), write_model(model, tokens=9)),
             "model.path: model has token id 8, the model's vocab_size is only 8; use the model's own tokenizer",
         ),
+        (
+            lambda model: (shutil.rmtree(model), write_model(model, max_position_embeddings=32)),
+            "model.context = 64: the model's max_position_embeddings is 32; lower the context",
+        ),
         (lambda model: (shutil.rmtree(model), write_model(model, architectures=["MambaForCausalLM"])), "MambaForCausalLM"),
     ],
 )
@@ -106,6 +111,25 @@ def test_a_broken_model_directory_is_named(place, break_it, problem):
     found = problems()
     assert len(found) == 1, found
     assert problem in found[0]
+
+
+def test_attention_heads_that_the_cpu_engine_lacks_are_named(place, monkeypatch):
+    shutil.rmtree(place / "model")
+    write_model(place / "model", head_dim=16)
+    monkeypatch.setattr(preflight, "gpu_count", lambda: 0)
+    assert "attention heads of size 16 do not run in vLLM's CPU engine; it has 32, 64" in problems()[0]
+
+
+def test_ranks_and_engines_must_fit_the_gpus(place, monkeypatch):
+    monkeypatch.setattr(preflight, "gpu_count", lambda: 1)
+    assert (
+        "trainer.parallel: 2 ranks on a machine with 1 GPUs"
+        in problems("--trainer.parallel.data-parallel", "2", "--inference.kv-cache-gib", "1")[0]
+    )
+    assert "inference.kv_cache_gib: engines and trainer share the 1 GPU(s)" in problems()[0]
+    check("--inference.kv-cache-gib", "1")
+    monkeypatch.setattr(preflight, "gpu_count", lambda: 2)
+    check()
 
 
 def test_bad_sft_rows_are_named_by_line(place):
