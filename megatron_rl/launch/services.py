@@ -25,7 +25,8 @@ from megatron_rl.launch.run_dir import start_checkpoint
 class Rank0:
     """What rank 0 has said so far."""
 
-    def __init__(self) -> None:
+    def __init__(self, logs: Path) -> None:
+        self.logs = logs
         self.words: set[str] = set()
 
     def listen(self) -> None:
@@ -35,15 +36,23 @@ class Rank0:
             if not heard:
                 if "done" in self.words:
                     return
-                raise RunFailed("trainer_0 ended before its last step; the other processes of the run have been ended")
+                raise RunFailed(f"a trainer rank ended before its last step: {self._why()}")
             self.words.update(heard.decode().split())
+
+    def _why(self) -> str:
+        """torchrun ends all ranks when one fails; the one that failed has said so in its log."""
+        for log in sorted(self.logs.glob("trainer_*.log")):
+            lines = [line for line in log.read_text(errors="replace").splitlines() if line.startswith("error: ")]
+            if lines:
+                return f"{log.stem}: {lines[-1].removeprefix('error: ')}; log: {log}"
+        return f"it was killed, torchrun names it; logs: {self.logs}"
 
 
 def main(resolved: Path, batches: str) -> None:
     config = load(RLConfig, ["--config", str(resolved)]).config
     logs = resolved.parent.parent.parent / "logs" / resolved.parent.name
     path = Path(config.run.dir)
-    clock, rank0 = summary.Clock(), Rank0()
+    clock, rank0 = summary.Clock(), Rank0(logs)
     checkpoint = start_checkpoint(config.run, config.resume)
     with Display(Console(), path) as display, Supervisor(logs) as supervisor:
         services = Services(config, resolved, supervisor, display, clock)

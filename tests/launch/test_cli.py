@@ -124,6 +124,15 @@ def test_the_polyglot_passes_exit_codes_on(place):
     )
 
 
+@pytest.mark.ranks
+@pytest.mark.parametrize("no_python", [["--no-python"], []])
+def test_the_polyglot_runs_under_torchrun_as_a_program_and_as_a_python_file(place, no_python):
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *no_python]
+    code, out, err = run(*torchrun, str(POLYGLOT), "rl.toml", "--dry-run", cwd=place, OMP_NUM_THREADS="1")
+    assert code == 0, err
+    assert out.count("run directory  runs/first") == 2  # both ranks
+
+
 def test_shell_scripts_parse():
     for script in (POLYGLOT, *ROOT.glob("tools/*.sh"), *ROOT.glob("examples/*/*.sh"), ROOT / ".ci" / "run"):
         assert run("bash", "-n", str(script)) == (0, "", ""), script
