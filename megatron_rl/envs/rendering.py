@@ -33,15 +33,16 @@ class Renderer:
             )
 
     @classmethod
-    def load(cls, path: str) -> "Renderer":
-        """The renderer of an HF directory: its fast tokenizer, and the stop tokens of its generation_config.json. Without torch."""
+    def load(cls, path: str, model: str | None = None) -> "Renderer":
+        """The fast tokenizer of HF directory `path`, and the stop tokens of the generation_config.json of `model` (default: `path`).
+
+        Without torch. ConfigError names what is missing.
+        """
         from transformers import PreTrainedTokenizerFast
 
         if not (Path(path) / "tokenizer.json").is_file():
-            raise ConfigError(
-                f"{path} has no tokenizer.json; model.tokenizer (or model.path) must be an HF directory with a fast tokenizer"
-            )
-        generation = Path(path) / "generation_config.json"
+            raise ConfigError(f"{path} has no tokenizer.json; model.tokenizer (or model.path) needs an HF directory with a fast tokenizer")
+        generation = Path(model or path) / "generation_config.json"
         eos = json.loads(generation.read_text()).get("eos_token_id") if generation.is_file() else None
         stop_ids = [] if eos is None else eos if isinstance(eos, list) else [eos]
         return cls(PreTrainedTokenizerFast.from_pretrained(path, local_files_only=True), stop_ids)

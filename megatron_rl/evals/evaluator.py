@@ -121,7 +121,7 @@ def record(run_dir: Path, step: int, metrics: dict[str, float]) -> None:
 async def run(config: EvalRunConfig, pool: Pool, run_dir: Path) -> dict[str, float]:
     """`megatron-rl eval`: evaluate what the engines hold, as step = its version. Returns the eval line without its step."""
     sources = load_sources(config.eval)
-    renderer = Renderer.load(config.model.tokenizer_path)
+    renderer = Renderer.load(config.model.tokenizer_path, config.model.path)
     step = pool.version or 0
     trace = TraceStream(run_dir / "traces" / "stream.jsonl")
     metrics = await evaluate(

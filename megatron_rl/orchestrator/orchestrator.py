@@ -69,7 +69,7 @@ class Orchestrator:
             )
         limits = config.orchestrator
         self.config, self.pool, self.run_dir = config, pool, run_dir
-        self.renderer = Renderer.load(config.model.tokenizer_path)
+        self.renderer = Renderer.load(config.model.tokenizer_path, config.model.path)
         self.sources = {source.id: source for source in load_sources(config.train)}
         self.eval_sources = load_sources(config.eval)
         evaluator.check(self.eval_sources)
@@ -180,9 +180,10 @@ class Orchestrator:
 
     def _build(self, selection: Selection, started: float) -> StepBatch:
         step, config, version = selection.step, self.config, self.versions.version
-        generated = time.perf_counter()
+        seconds = time.perf_counter() - started
         for judged in selection.groups:
             self._settle(judged, step, "shipped")
+        packing = time.perf_counter()
         micro_batches = pack(
             [training_sample(rollout, advantage) for rollout, advantage in selection.rollouts],
             step,
@@ -194,8 +195,8 @@ class Orchestrator:
         metrics = batch_metrics(selection) | {
             "rollouts/cancelled": self.dispatcher.cancelled - self.cancelled_before,
             "tokens/padding_fraction": padding_fraction(micro_batches),
-            "time/generate": generated - started,
-            "time/pack": time.perf_counter() - generated,
+            "time/generate": seconds,
+            "time/pack": time.perf_counter() - packing,
         }
         self.cancelled_before = self.dispatcher.cancelled
         state = msgpack.packb({"format": STATE_FORMAT, "step": step, "tasks": self.tasks.state()})

@@ -1,6 +1,6 @@
 """The rollout record: what was sampled, by which weights, and what it was worth."""
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -41,7 +41,7 @@ class Rollout:
 
     def to_json(self) -> dict[str, Any]:
         """JSON values; floats rounded to 6 digits (a trace is for reading, the batch keeps the exact ones)."""
-        row = asdict(self)
+        row = dict(vars(self))
         row.update(
             token_ids=self.token_ids.tolist(),
             sampled=self.sampled.astype(int).tolist(),

@@ -13,7 +13,8 @@ class TraceStream:
     """Appends to `traces/stream.jsonl` of a run. A line that an earlier crash left torn is cut off on opening.
 
     A row is a Rollout's fields and: kind ("train" or "eval"), step (of the batch it was made for; the version evaluated),
-    fate ("shipped", or why it was not), and what the caller adds.
+    fate ("shipped", or why it was not), and what the caller adds. Ids are those of the run, not of the attempt: a rollout
+    that a resumed run made again is there twice, and the later row counts.
     """
 
     def __init__(self, path: Path) -> None:

@@ -91,6 +91,9 @@ def test_a_directory_is_loaded_with_the_stop_tokens_of_its_generation_config(tmp
     renderer = Renderer.load(path)
     assert renderer.stop_ids == {3, 5, tokenizer.eos_token_id}
     assert renderer.prompt(USER) == full(tokenizer, USER)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "generation_config.json").write_text('{"eos_token_id": 7}')
+    assert Renderer.load(path, str(tmp_path / "model")).stop_ids == {7, tokenizer.eos_token_id}
 
 
 def test_what_is_missing_is_named(tmp_path):
