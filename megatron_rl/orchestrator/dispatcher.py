@@ -77,11 +77,11 @@ class Dispatcher:
                 task.cancel()
 
     async def close(self) -> None:
-        """Cancel everything and wait until it has wound up."""
+        """Cancel everything and wait until it has wound up, or for 10 s where user code holds on."""
         for group in {id(g): g for g, _ in (*self._waiting, *self._running.values())}.values():
             self.cancel(group)
-        while self._running:
-            await asyncio.wait(self._running)
+        if self._running:
+            await asyncio.wait(self._running, timeout=10)
 
     def _start(self) -> None:
         while self._waiting and len(self._running) < self._max_inflight and self._failure is None:

@@ -21,13 +21,13 @@ from megatron_rl.orchestrator.batches import BatchBuilder, Selection
 from megatron_rl.orchestrator.dispatcher import Dispatcher, with_engines
 from megatron_rl.orchestrator.groups import Group, Judged, judge
 from megatron_rl.orchestrator.metrics import batch_metrics
-from megatron_rl.orchestrator.packing import pack, padding_fraction
 from megatron_rl.orchestrator.staleness import too_stale
 from megatron_rl.orchestrator.tasks import Tasks
 from megatron_rl.orchestrator.versions import VersionWatcher
 from megatron_rl.traces.records import Rollout
 from megatron_rl.traces.stream import TraceStream
 from megatron_rl.transports.batches.filesystem import write_batch
+from megatron_rl.transports.batches.packing import pack, padding_fraction
 from megatron_rl.transports.batches.records import StepBatch, TrainingSample
 
 log = logging.getLogger(__name__)

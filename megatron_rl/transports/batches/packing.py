@@ -36,8 +36,11 @@ def pack(
 
 
 def denominators(samples: Sequence[TrainingSample]) -> dict[str, float]:
-    """Of each loss component with any weight: the sum of its weights over all tokens of the step, exactly rounded."""
-    sums = {name: math.fsum(w for s in samples for w in s.streams[f"{name}_weights"].astype(np.float64).tolist()) for name in COMPONENTS}
+    """Of each loss component with any weight: the float64 sum of its weights over all tokens of the step.
+
+    Samples' sums are added with exact rounding, so their order does not matter.
+    """
+    sums = {name: math.fsum(float(s.streams[f"{name}_weights"].sum(dtype=np.float64)) for s in samples) for name in COMPONENTS}
     return {name: total for name, total in sums.items() if total}
 
 

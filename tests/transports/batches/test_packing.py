@@ -4,7 +4,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from megatron_rl.orchestrator.packing import ATTENTION_COST, first_fit_decreasing, pack, padding_fraction
+from megatron_rl.transports.batches.packing import ATTENTION_COST, first_fit_decreasing, pack, padding_fraction
 from megatron_rl.transports.batches.records import STREAMS, TrainingSample
 
 
