@@ -3,6 +3,7 @@
 Gradients go out through export_tensors (bitwise tested by itself), so they come with HF's names and shapes.
 """
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -80,10 +81,10 @@ def _run(case: dict, parallel: ParallelConfig, world: platform.World, data: dict
     for parameter in policy.chunks[0].parameters():
         parameter.data = parameter.main_grad.clone()
     _save({name: tensor.clone() for name, tensor in conversion.export_tensors(policy)}, out / f"{case['name']}.grads", world)
-    result = {"stage_outputs": bool(logprobs), "context_rank": world.context_rank, "data_rank": world.data_rank}
+    place = dataclasses.asdict(world) | {"first": world.is_first_stage, "last": world.is_last_stage, "writes": world.writes_stage}
+    result = {"stage_outputs": bool(logprobs), "world": place}
     if logprobs:
         result |= {"logprobs": torch.cat(logprobs).tolist(), "entropy": torch.cat(entropies).tolist()}
-        result["finite_dtype"] = str(logprobs[0].dtype)
     return result
 
 

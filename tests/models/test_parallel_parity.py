@@ -1,6 +1,7 @@
 """Every layout computes what transformers computes in float32: log-probs, entropy, gradients; and gives its weights back bit for bit."""
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -111,19 +112,19 @@ def test_log_probs_and_entropy_equal_transformers(ranks, case, launches, oracles
     results, _ = launches(ranks)
     position = LAUNCHES[ranks].index(case)
     oracle = oracles[case["model"]]
-    tolerance = 0.15 if case.get("dtype") == "bfloat16" else 1e-5
-    data_size = ranks // (case["parallel"].get("tensor_parallel", 1) * case["parallel"].get("pipeline_parallel", 1))
-    data_size //= case["parallel"].get("context_parallel", 1)
+    tolerance = 0.05 if case.get("dtype") == "bfloat16" else 1e-5
+    sizes = [case["parallel"].get(f"{kind}_parallel", 1) for kind in ("tensor", "pipeline", "context")]
+    data_size = ranks // math.prod(sizes)
     reported = [result[position] for result in results if result[position]["stage_outputs"]]
-    assert len(reported) == ranks // case["parallel"].get("pipeline_parallel", 1)
+    assert len(reported) == ranks // sizes[1]
     for result in reported:
         for stream in ("logprobs", "entropy"):
             expected = []
             for number, lengths in enumerate(LENGTHS):
-                if number % data_size == result["data_rank"]:
+                if number % data_size == result["world"]["data_rank"]:
                     whole = oracle[stream][number]
-                    cut = case["parallel"].get("context_parallel", 1) > 1
-                    expected.append(whole[_zigzag_by_hand(lengths, result["context_rank"])] if cut else whole)
+                    cut = sizes[2] > 1
+                    expected.append(whole[_zigzag_by_hand(lengths, result["world"]["context_rank"])] if cut else whole)
             torch.testing.assert_close(torch.tensor(result[stream]), torch.cat(expected), rtol=0, atol=tolerance)
 
 
@@ -133,7 +134,7 @@ def test_gradients_equal_transformers(ranks, case, launches, oracles):
     gradients = _merged(out / f"{case['name']}.grads")
     expected = _without_tied_head(oracles[case["model"]]["gradients"], case)
     assert gradients.keys() == expected.keys()
-    tolerance = 5e-2 if case.get("dtype") == "bfloat16" else 2e-5
+    tolerance = 6e-2 if case.get("dtype") == "bfloat16" else 1e-5
     for name, gradient in expected.items():
         error = (gradients[name] - gradient).norm() / gradient.norm()
         assert error < tolerance, f"{name}: relative error {error:.1e}"
@@ -165,3 +166,22 @@ def test_saved_directory_opens_in_transformers_with_the_same_weights(ranks, case
     assert weights.keys() == expected.keys()
     assert all(torch.equal(weights[name], weight.to(dtype)) for name, weight in expected.items())
     assert not saved.with_name(saved.name + ".tmp").exists()
+
+
+def test_every_rank_knows_its_place(launches):
+    # Megatron's order, fastest first: tensor, context, data, pipeline.
+    results, _ = launches(4)
+    worlds = {case["name"]: [rank[number]["world"] for rank in results] for number, case in enumerate(LAUNCHES[4])}
+    assert [(w["tensor_rank"], w["pipeline_rank"]) for w in worlds["tp2-pp2-tied"]] == [(0, 0), (1, 0), (0, 1), (1, 1)]
+    assert [(w["first"], w["last"], w["writes"]) for w in worlds["tp2-pp2-tied"]] == [
+        (True, False, True),
+        (True, False, False),
+        (False, True, True),
+        (False, True, False),
+    ]
+    assert [(w["tensor_rank"], w["context_rank"]) for w in worlds["tp2-cp2"]] == [(0, 0), (1, 0), (0, 1), (1, 1)]
+    assert [(w["context_rank"], w["pipeline_rank"]) for w in worlds["pp2-cp2-llama"]] == [(0, 0), (1, 0), (0, 1), (1, 1)]
+    assert [(w["tensor_rank"], w["data_rank"]) for w in worlds["tp2-dp2"]] == [(0, 0), (1, 0), (0, 1), (1, 1)]
+    assert [w["writes"] for w in worlds["tp2-dp2"]] == [True, False, False, False]
+    sizes = [(w["world_size"], w["data_size"], w["tensor_size"], w["context_size"], w["pipeline_size"]) for w in worlds["tp2-dp2"]]
+    assert sizes == [(4, 2, 2, 1, 1)] * 4

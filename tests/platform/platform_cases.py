@@ -1,32 +1,10 @@
-"""What runs on the ranks of tests/platform."""
+"""What runs on the rank of tests/platform."""
 
-import dataclasses
 import warnings
 
 import torch
 
 from megatron_rl import platform
-from megatron_rl.config.trainer import ParallelConfig
-
-
-def coordinates(_):
-    """This rank's World in three layouts of four ranks."""
-    platform.install()
-    layouts = [{"tensor_parallel": 2, "pipeline_parallel": 2}, {"context_parallel": 2}, {"tensor_parallel": 4, "data_parallel": 1}]
-    found = []
-    for sizes in layouts:
-        if not found:
-            world = platform.initialize(ParallelConfig(**sizes), seed=0, timeout_s=60, threads=1)
-        else:
-            from megatron.core import parallel_state
-
-            from megatron_rl.platform.world import split
-
-            parallel_state.destroy_model_parallel()
-            world = split(ParallelConfig(**sizes), seed=0, timeout_s=60)
-        found.append(dataclasses.asdict(world) | {"first": world.is_first_stage, "last": world.is_last_stage, "writes": world.writes_stage})
-    world.shutdown()
-    return found
 
 
 def shim(_):

@@ -1,4 +1,4 @@
-"""Process groups and the CPU platform, on real ranks."""
+"""The number of ranks against the layout, and the CPU platform. (Where each rank stands: tests/models/test_parallel_parity.py.)"""
 
 from pathlib import Path
 
@@ -11,24 +11,6 @@ from megatron_rl.config.trainer import ParallelConfig
 from megatron_rl.platform import initialize
 
 CASES = f"{Path(__file__).parent}/platform_cases.py"
-
-
-@pytest.mark.ranks
-def test_every_rank_knows_its_place():
-    # Megatron's order, fastest first: tensor, context, data, pipeline.
-    ranks = run_ranks(f"{CASES}:coordinates", 4)
-    tensor_pipeline, context_data, tensor = zip(*ranks, strict=True)
-    assert [(r["tensor_rank"], r["pipeline_rank"]) for r in tensor_pipeline] == [(0, 0), (1, 0), (0, 1), (1, 1)]
-    assert [(r["first"], r["last"], r["writes"]) for r in tensor_pipeline] == [
-        (True, False, True),
-        (True, False, False),
-        (False, True, True),
-        (False, True, False),
-    ]
-    assert [(r["context_rank"], r["data_rank"]) for r in context_data] == [(0, 0), (1, 0), (0, 1), (1, 1)]
-    assert [(r["data_size"], r["context_size"], r["tensor_size"], r["pipeline_size"]) for r in context_data] == [(2, 2, 1, 1)] * 4
-    assert [r["writes"] for r in context_data] == [True, False, False, False]
-    assert [r["tensor_rank"] for r in tensor] == [0, 1, 2, 3]
 
 
 @pytest.mark.ranks
