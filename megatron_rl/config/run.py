@@ -20,8 +20,6 @@ class RunConfig(Table):
     """Where run directories lie."""
     clean: bool = False
     """Delete what a used run directory holds (`--clean`)."""
-    tensorboard: bool = False
-    wandb: bool = False
 
     @property
     def dir(self) -> str:
