@@ -20,7 +20,8 @@ from megatron_rl.launch.run_dir import RunDir
 def main(config: RLConfig, command: Sequence[str], console: Console) -> None:
     """The whole run. ConfigError before anything starts, RunFailed when a process dies."""
     clock = summary.Clock()
-    preflight.check(config)
+    with console.status("checking the config"):
+        preflight.check(config)
     run = run_dir.open_run(config, config.run, config.resume, command)
     environment = {TOKEN: secrets.token_hex(16), **run_environment()}
     with Display(console, run.path) as display, Supervisor(run.logs, environment) as supervisor:

@@ -73,7 +73,7 @@ class Supervisor:
     """
 
     def __init__(self, logs: Path, environment: Mapping[str, str] | None = None, grace_s: float = GRACE_S) -> None:
-        """`grace_s`: between SIGTERM and SIGKILL, and how long a child may outlive its inner processes."""
+        """`grace_s`: between SIGTERM and SIGKILL; a child may outlive its inner processes for half of it."""
         self.logs, self.grace_s = logs, grace_s
         self.run = uuid.uuid4().hex
         self.environment = {**os.environ, **(environment or {}), MARKER: self.run, "PYTHONUNBUFFERED": "1"}
@@ -128,7 +128,7 @@ class Supervisor:
             done = [child for child in dead if child in ends and child.process.returncode == 0]
             failed = [child for child in dead if child not in done]
             failed += [
-                child for child in self.children if child.lost and child not in dead and time.monotonic() - child.lost[2] > GRACE_S / 2
+                child for child in self.children if child.lost and child not in dead and time.monotonic() - child.lost[2] > self.grace_s / 2
             ]
             if failed:
                 raise self._failure(self._first_cause(failed))
