@@ -171,15 +171,20 @@ class Supervisor:
             child.inner = seen[pid]
 
     def _first_cause(self, failed: list[Child]) -> Child:
-        """Whose end most likely caused the others': one killed from outside, else the one that was started first (engines are).
+        """Whose end most likely caused the others': one killed, or that lost an inner process; else the one started first (engines are).
 
-        A process that notices a dead peer may end before the peer has, so those that follow within SETTLE_S are looked at, too.
+        A process that notices a dead peer may end before the peer has, so what follows within SETTLE_S is looked at, too.
         """
+
+        def struck(child: Child) -> bool:
+            return child.process.returncode == -signal.SIGKILL or child.lost is not None
+
         deadline = time.monotonic() + SETTLE_S
-        while not any(child.process.returncode == -signal.SIGKILL for child in failed) and time.monotonic() < deadline:
+        while not any(map(struck, failed)) and time.monotonic() < deadline:
             time.sleep(0.05)
-            failed += [child for child in self.children if child not in failed and child.process.poll() not in (None, 0)]
-        return min(failed, key=lambda child: (child.process.returncode != -signal.SIGKILL, self.children.index(child)))
+            self._look_inside()
+            failed = [child for child in self.children if child in failed or child.lost or child.process.poll() not in (None, 0)]
+        return min(failed, key=lambda child: (not struck(child), self.children.index(child)))
 
     def _failure(self, child: Child) -> RunFailed:
         error = last_error(child.log)
