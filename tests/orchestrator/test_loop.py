@@ -3,6 +3,7 @@
 import asyncio
 import json
 import random
+from itertools import pairwise
 from pathlib import Path
 
 import msgpack
@@ -13,6 +14,7 @@ from scripted_policy import Guess, ScriptedPool, ScriptedTrainer, save_tokenizer
 from megatron_rl.config.base import ConfigError
 from megatron_rl.config.run import RLConfig
 from megatron_rl.envs.conversation import EngineFailure
+from megatron_rl.orchestrator.dispatcher import Dispatcher
 from megatron_rl.orchestrator.orchestrator import run
 from megatron_rl.traces.stream import read
 from megatron_rl.transports.batches.filesystem import read_batch
@@ -328,3 +330,37 @@ def test_nothing_is_generated_during_an_evaluation_of_a_deterministic_run(config
     kinds = ["eval" if r["session"].startswith("eval-") else "train" for r in pool.requests]
     runs = [kind for i, kind in enumerate(kinds) if i == 0 or kinds[i - 1] != kind]
     assert runs == ["eval", "train"] * 4 + ["eval"]
+
+
+def test_a_deterministic_run_starts_requests_only_when_all_before_have_ended(config, monkeypatch):
+    """What is in flight together must not depend on timing: an engine's rounding may depend on it."""
+    loads = []
+
+    def open_recorded(self, group):
+        loads.append(self.load)
+        original(self, group)
+
+    original = Dispatcher.open
+    monkeypatch.setattr(Dispatcher, "open", open_recorded)
+    play(config(deterministic=True, orchestrator={"max_inflight": 10}), ScriptedPool(guesses, jitter=25))
+    assert all(load == 0 or load == before + 4 for before, load in pairwise(loads))
+    assert max(loads) == 8
+
+
+def test_a_rollout_beyond_its_deadline_is_a_timeout_and_leaves_its_group(config, tmp_path):
+    (tmp_path / "slow.py").write_text(
+        "import asyncio\n"
+        "from scripted_policy import Guess\n"
+        "class Slow(Guess):\n"
+        "    async def run(self, task, conversation):\n"
+        "        answer = await conversation.reply(task.messages)\n"
+        "        if answer == '!': await asyncio.sleep(60)\n"
+        "        return self.reward(task, answer)\n"
+        "def load(): return Slow()\n"
+    )
+    cfg = config(steps=2, source=[{"id": "slow", "env": {"path": str(tmp_path / "slow.py"), "timeout_s": 0.1}}])
+    batches = play(cfg, ScriptedPool(lambda p, s: "!" if s % 6 == 0 else guesses(p, s), jitter=9))
+    assert [len(sample_ids(b)) for b in batches] == [16, 16]
+    late = [row for row in traces(cfg) if row["fate"] == "timeout"]
+    assert late and sum(b.metrics["rollouts/timeout"] for b in batches) <= len(late)
+    assert all(row["error"].endswith("no result within 0.1 s") and row["reward"] == 0.0 for row in late)

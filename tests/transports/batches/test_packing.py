@@ -107,6 +107,12 @@ def test_ranks_get_shares_of_like_cost(seed):
     assert max(loads) / (sum(loads) / ranks) < 1.12
 
 
+def test_a_row_of_bins_is_dealt_costliest_to_the_rank_with_least():
+    """No two of these fit together. In turn: 100 | 95, then 60 | 90 (the second rank had less), then 55 | 51."""
+    packed = pack([sample(str(n), n) for n in (51, 55, 60, 90, 95, 100)], 1, 0, capacity=100, data_parallel=2)
+    assert [[len(m) for m in packed[rank::2]] for rank in range(2)] == [[100, 60, 55], [95, 90, 51]]
+
+
 def test_a_sample_longer_than_a_micro_batch_is_refused_by_name():
     with pytest.raises(ValueError, match="sample long has 11 tokens, a micro-batch holds 10; samples are never cut"):
         pack([sample("short", 2), sample("long", 11)], 1, 0, capacity=10, data_parallel=1)
