@@ -32,7 +32,7 @@ def table(tmp_path):
     (tmp_path / "env.py").write_text(ENV)
 
     def make(tasks=4, **eval_):
-        env = {"path": str(tmp_path / "env.py"), "options": {"tasks": tasks}, "timeout_s": 0.3}
+        env = {"path": str(tmp_path / "env.py"), "options": {"tasks": tasks}, "timeout_s": 2.0}
         return EvalSourcesConfig.model_validate({"source": [{"id": "g", "env": env}], **eval_})
 
     return make
