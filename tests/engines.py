@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import os
 import secrets
-import signal
 import socket
 import subprocess
 import sys
@@ -13,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+import psutil
 import pytest
 
 from megatron_rl.config.run import EvalRunConfig
@@ -95,7 +95,7 @@ class RunningEngine:
 
 @contextlib.contextmanager
 def running_engine(model_dir: Path, work_dir: Path, **inference: object) -> Iterator[RunningEngine]:
-    """Start a server for `model_dir`, and end all its processes afterwards. It is not ready yet: `call` waits."""
+    """Start a server for `model_dir`. It is not ready yet: `call` waits. Afterwards it is killed, and may not leave a process behind."""
     port, token = free_port(), secrets.token_hex(8)
     config = EvalRunConfig.model_validate(
         {
@@ -114,12 +114,13 @@ def running_engine(model_dir: Path, work_dir: Path, **inference: object) -> Iter
     try:
         yield RunningEngine(f"http://127.0.0.1:{port}", token, log, process)
     finally:
-        process.send_signal(signal.SIGTERM)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(20)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+        family = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
+        process.kill()
         process.wait()
+        _, outlived = psutil.wait_procs(family, timeout=20)
+        for orphan in outlived:
+            orphan.kill()
+        assert not outlived, f"killing `megatron-rl inference` left processes behind: {outlived}"
 
 
 @pytest.fixture(scope="session")

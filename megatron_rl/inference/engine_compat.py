@@ -1,5 +1,6 @@
 """What vLLM has no public hook for: one function each, with the version it was written against."""
 
+import logging
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
@@ -67,6 +68,11 @@ def unfilled_parameters(model: "torch.nn.Module", expected: set[str], loaded: se
         if any(parameter in expected for parameter in parameters) and info.load_numel < (info.load_numel_total or 0):
             unfilled += [parameter for parameter in parameters if parameter in expected and parameter not in unfilled]
     return unfilled
+
+
+def silence_layerwise_reload() -> None:
+    """vLLM 0.32.0 warns at every reload of rotary tables and tied heads, which no checkpoint holds; `unfilled_parameters` knows better."""
+    logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
 
 
 def abandon_layerwise_reload(model: "torch.nn.Module") -> None:

@@ -12,6 +12,8 @@ Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Message, Receive, Send], Awaitable[None]]
 
 TOKEN_VARIABLE = "MEGATRON_RL_TOKEN"
+WATCHER_VARIABLE = "MEGATRON_RL_ENGINE_WATCHER"
+"""Process id of the `megatron-rl inference` that started the server."""
 UPDATING = "updating"
 """Weight-version label of an engine whose weights are of no version. Any other label is a version number."""
 CLOSED_WITHOUT_WEIGHTS = ("/inference/", "/v1/", "/generate", "/invocations")

@@ -141,10 +141,11 @@ class EnginePool:
     def _settle(self, update: Update) -> None:
         for engine in update.broken:
             self._router.avoid(engine)
-        if update.outcome in (Outcome.APPLIED, Outcome.BROKEN):
+        flipped = set(self.urls) - update.broken if update.outcome in (Outcome.APPLIED, Outcome.BROKEN) else set()
+        for engine in flipped:
+            self._router.use(engine)
+        if flipped:
             self.version = update.version
-            for engine in set(self.urls) - update.broken:
-                self._router.use(engine)
 
     async def _act(self, client: EngineClient, step: Step, version: int, directory: Path) -> None:
         match step:

@@ -18,7 +18,7 @@ from megatron_rl.config.base import ConfigError
 from megatron_rl.config.inference import InferenceConfig
 from megatron_rl.config.model import ModelConfig
 from megatron_rl.config.run import EvalRunConfig, RLConfig
-from megatron_rl.inference.guard import TOKEN_VARIABLE
+from megatron_rl.inference.guard import TOKEN_VARIABLE, WATCHER_VARIABLE
 
 MODULE = "vllm.entrypoints.openai.api_server"
 NO_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
@@ -124,13 +124,11 @@ def run(config: RLConfig | EvalRunConfig, engine_index: int, port: int) -> int:
 
     The server dies with this process, and its children with it. Raises ConfigError before anything is started.
     """
-    from megatron_rl.platform import device
-
     inference = config.inference
     if not os.environ.get(TOKEN_VARIABLE):
         raise ConfigError(f"{TOKEN_VARIABLE} is not set: give engines and orchestrator the same random string in it")
     check_port(inference.host, port)
-    device_type = device().type
+    device_type = _device_type()
     deterministic = isinstance(config, RLConfig) and config.deterministic
     line = command(arguments(inference, config.model, port=port, seed=config.seed, deterministic=deterministic, device_type=device_type))
     more = environment(inference, engine_index=engine_index, device_type=device_type, cores=sorted(os.sched_getaffinity(0)))
@@ -141,8 +139,15 @@ def run(config: RLConfig | EvalRunConfig, engine_index: int, port: int) -> int:
     return _watch(line, os.environ | more, log, f"engine {engine_index}")
 
 
+def _device_type() -> str:
+    """platform.device().type, asked of another process: this one stays without torch (150 MB) for as long as it watches."""
+    question = "from megatron_rl.platform import device; print(device().type)"
+    return subprocess.run([sys.executable, "-c", question], stdout=subprocess.PIPE, text=True, check=True).stdout.strip()
+
+
 def _watch(line: list[str], variables: dict[str, str], log: Path | None, name: str) -> int:
     output = open(log, "ab") if log is not None else None  # noqa: SIM115 - held by the child until it ends
+    variables = variables | {WATCHER_VARIABLE: str(os.getpid())}
     server = subprocess.Popen(line, env=variables, stdout=output, stderr=output, preexec_fn=_die_with_parent())
     asked_to_end = False
 

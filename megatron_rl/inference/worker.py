@@ -5,6 +5,10 @@ They return their failures: vLLM 0.32.0's executor stops collecting answers at t
 workers' leftover answers for those of the next call.
 """
 
+import os
+import select
+import signal
+import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
@@ -16,7 +20,8 @@ import torch
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-from megatron_rl.inference.engine_compat import reload_weights
+from megatron_rl.inference.engine_compat import reload_weights, silence_layerwise_reload
+from megatron_rl.inference.guard import WATCHER_VARIABLE
 from megatron_rl.transports.weights.base import WeightTransferError
 from megatron_rl.transports.weights.manifest import Manifest
 from megatron_rl.transports.weights.verify import check_layout, read_version
@@ -155,4 +160,19 @@ def _failure(error: Exception, tensor: str | None) -> dict[str, Any]:
     return {"state": "failed", "reason": " ".join(reason.split()), "tensor": tensor}
 
 
+def die_with(pid: int) -> None:
+    """Kill this process once process `pid` has ended. vLLM's engine processes outlive an API server that was killed; an engine without a
+    worker gives up by itself, so it is enough that the workers do this.
+    """
+    try:
+        ended = os.pidfd_open(pid)
+    except ProcessLookupError:
+        os.kill(os.getpid(), signal.SIGKILL)
+    select.select([ended], [], [])
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 WeightTransferEngineFactory.register_engine(BACKEND, FilesystemWeights)
+silence_layerwise_reload()
+if watcher := os.environ.get(WATCHER_VARIABLE):
+    threading.Thread(target=die_with, args=(int(watcher),), name="die-with-watcher", daemon=True).start()

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from engines import RunningEngine, hf_logprobs
+from engines import RunningEngine, free_port, hf_logprobs
 
 from megatron_rl.envs.protocol import Completion
 from megatron_rl.inference.client import EngineError
@@ -164,6 +164,21 @@ def test_a_version_of_other_tensors_is_refused_before_the_flip(engine: RunningEn
         before = await answer(pool)
         with pytest.raises(UpdateError, match=r"stage, tensor model\.layers\.0\.mlp\.up_proj\.weight: version 5 lacks"):
             await pool.update_weights(partial)
+        assert await answer(pool) == before
+
+    engine.call(act)
+
+
+def test_one_engine_that_cannot_be_reached_keeps_all_at_the_old_version(engine: RunningEngine, offers):
+    dead = f"http://127.0.0.1:{free_port()}"
+
+    async def act(pool: EnginePool) -> None:
+        await pool.update_weights(offers["a"])
+        before = await answer(pool)
+        async with EnginePool([engine.url, dead], engine.token) as both:
+            with pytest.raises(UpdateError, match=f"engine {dead}, stage: .* got no answer") as caught:
+                await both.update_weights(offers["b"])
+            assert caught.value.update.outcome is Outcome.REFUSED and both.version is None
         assert await answer(pool) == before
 
     engine.call(act)
