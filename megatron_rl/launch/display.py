@@ -89,4 +89,4 @@ class _Stage:
     def eta(self, step: int) -> str:
         done = max(1, step - self.first)
         seconds = int((time.monotonic() - self.started) / done * (self.steps - step))
-        return f"{seconds // 60}:{seconds % 60:02d}"
+        return f"{seconds // 3600}:{seconds // 60 % 60:02d}:{seconds % 60:02d}"

@@ -77,5 +77,5 @@ def test_without_a_terminal_each_step_and_evaluation_is_one_plain_line(tmp_path)
     shown = [line.partition("] ")[2] for line in out.getvalue().splitlines()]
     assert shown[0] == "eval after step 0: a/exact_match 0.25, b/exact_match 0.75"
     assert shown[1].startswith("rl step 1/4 reward 0.1, accuracy 0.500, loss 0.5, 25 tok/s, eta ")
-    assert shown[2].startswith("rl step 2/4 reward 0.3, accuracy 0.500, loss 0.25, 50 tok/s, eta 0:00")
+    assert shown[2].startswith("rl step 2/4 reward 0.3, accuracy 0.500, loss 0.25, 50 tok/s, eta 0:00:")
     assert len(shown) == 4
