@@ -37,6 +37,9 @@ def transformer_defaults() -> dict[str, Any]:
     return {
         "use_cpu_initialization": device().type == "cpu",
         "persist_layer_norm": layer_backend() == "transformer_engine",
+        # Megatron's name for "the layer provider brings the activation": ours does, TransformerEngine's path fuses it with the bias.
+        "use_te_activation_func": layer_backend() == "torch",
+        "bias_activation_fusion": layer_backend() == "transformer_engine",
         "gradient_accumulation_fusion": device().type == "cuda" and find_spec("fused_weight_gradient_mlp_cuda") is not None,
     }
 

@@ -5,6 +5,7 @@ import warnings
 import torch
 
 from megatron_rl import platform
+from megatron_rl.config.trainer import ParallelConfig
 
 
 def shim(_):
@@ -37,3 +38,36 @@ def shim(_):
         "seed_is_cpu_seed": torch.equal(drawn, torch.rand(2, generator=torch.Generator().manual_seed(5))),
         "state_restored": torch.equal(after, torch.rand(2)),
     }
+
+
+def masters(args):
+    """Per tensor of this stage's optimizer checkpoint: is the saved FP32 master the weight it belongs to, with and without the fix?"""
+    platform.install()
+    parallel = ParallelConfig(pipeline_parallel=2)
+    world = platform.initialize(parallel, seed=0, timeout_s=60, threads=1)
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+    from megatron_rl import conversion, models
+
+    policy = models.build(args[0], parallel, "float32")
+    conversion.load_hf(policy, args[0])
+    ddp = DistributedDataParallel(policy.config, DistributedDataParallelConfig(use_distributed_optimizer=True), policy.chunks[0])
+    optimizer = get_megatron_optimizer(OptimizerConfig(lr=1e-3, use_distributed_optimizer=True), [ddp])
+    ddp.zero_grad_buffer()
+    optimizer.step()
+    metadata = {"distrib_optim_sharding_type": "fully_reshardable"}
+    model_state = policy.chunks[0].sharded_state_dict()
+    weights = {tensor.key: tensor.data for tensor in model_state.values() if hasattr(tensor, "key")}
+
+    def compare():
+        state = optimizer.sharded_state_dict(model_state, metadata=metadata)["param_state"]
+        saved = {entry["param"].key.removeprefix("optimizer.state.param."): entry["param"].data for entry in state.values()}
+        return {name: torch.equal(tensor, weights[name]) for name, tensor in saved.items()}
+
+    stock = compare()
+    with platform.unpadded_offsets(optimizer):
+        fixed = compare()
+    report = {"stock": stock, "fixed": fixed, "restored": compare() == stock}
+    world.shutdown()
+    return report
