@@ -21,6 +21,8 @@ from megatron_rl.config.run import EvalRunConfig, RLConfig
 from megatron_rl.inference.guard import TOKEN_VARIABLE, WATCHER_VARIABLE
 
 MODULE = "vllm.entrypoints.openai.api_server"
+CPU_BATCHED_TOKENS = 4096
+"""Prompt tokens that a CPU engine takes up in one step, when the context is no longer."""
 NO_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 ERROR_LINE = re.compile(r"^(?:\S*(?:Error|Exception)|api_server\.py: error)\b.*:\s.+")
 
@@ -52,6 +54,11 @@ def arguments(
         "disable-uvicorn-access-log": True,
         "disable-fastapi-docs": True,
     }
+    defaults: dict[str, Any] = {}
+    if device_type == "cpu":
+        # A prompt cut in two rewinds its request's generator, which torch's CPU generators can't (vLLM 0.32: "does not use offset").
+        ours["enable-chunked-prefill"] = False
+        defaults["max-num-batched-tokens"] = max(model.context, CPU_BATCHED_TOKENS)
     kv_cache_gib = inference.kv_cache_gib or (1.0 if device_type == "cpu" else None)
     if kv_cache_gib is not None:
         ours["kv-cache-memory-bytes"] = int(kv_cache_gib * 2**30)
@@ -61,7 +68,7 @@ def arguments(
             f"inference.vllm sets {', '.join(map(repr, clashes))}, which megatron_rl sets itself; remove it and use the keys of "
             "[inference], [model] or the top level"
         )
-    return ours | given
+    return defaults | ours | given
 
 
 def command(arguments: dict[str, Any]) -> list[str]:

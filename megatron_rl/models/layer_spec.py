@@ -58,7 +58,7 @@ def stack_spec(config: TransformerConfig, layers: BackendSpecProvider) -> Module
     )
     mlp = TransformerLayerSubmodules(
         pre_mlp_layernorm=entry_norm,
-        mlp=partial(MLP.as_mlp_submodule, submodules=MLPSubmodules(linear_fc1=first_linear, linear_fc2=layers.row_parallel_linear())),
+        mlp=partial(MLP.as_mlp_submodule, submodules=MLPSubmodules(first_linear, layers.row_parallel_linear(), layers.activation_func())),
         mlp_bda=get_bias_dropout_add,
         sharded_state_dict_keys_map=FUSED_NORMS,
     )

@@ -76,7 +76,6 @@ def transformer_config(hf: HFConfig, family: Family, parallel: ParallelConfig, d
         variable_seq_lengths=parallel.pipeline_parallel > 1,
         moe_token_dispatcher_type="alltoall",
         calculate_per_token_loss=True,
-        bias_activation_fusion=False,
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
         apply_rope_fusion=False,

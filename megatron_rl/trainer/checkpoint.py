@@ -12,6 +12,7 @@ from pathlib import Path
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
 
+from megatron_rl import platform
 from megatron_rl.trainer.optimizer import Optimizer
 from megatron_rl.transports.atomic import fsync_path, write_atomic
 
@@ -29,7 +30,7 @@ def save(run_dir: Path, step: int, optimizer: Optimizer, orchestrator_state: byt
         (partial / "trainer").mkdir(parents=True)
     dist.barrier()
     state = {"layout": LAYOUT, "step": step, **_sharded_state(optimizer, loading=False)}
-    dist_checkpointing.save(state, str(partial / "trainer"))
+    dist_checkpointing.save(state, str(partial / "trainer"), verify_integrity=True)
     dist.barrier()
     if dist.get_rank() == 0:
         (partial / "orchestrator").mkdir()
@@ -50,7 +51,9 @@ def due(step: int, last: int, interval: int | None) -> bool:
 
 def load(checkpoint: Path, optimizer: Optimizer) -> int:
     """Load model and optimizer state in place at any layout (collective). Returns the step."""
-    state = dist_checkpointing.load({"layout": LAYOUT, "step": 0, **_sharded_state(optimizer, loading=True)}, str(checkpoint / "trainer"))
+    state = dist_checkpointing.load(
+        {"layout": LAYOUT, "step": 0, **_sharded_state(optimizer, loading=True)}, str(checkpoint / "trainer"), verify_integrity=True
+    )
     if state["layout"] != LAYOUT:
         raise ValueError(f"{checkpoint}: checkpoint layout {state['layout']}, this version reads {LAYOUT}")
     for key, chunk in zip(_model_keys(optimizer), optimizer.chunks, strict=True):
@@ -79,4 +82,5 @@ def _sharded_state(optimizer: Optimizer, loading: bool) -> dict:
         key: chunk.module.sharded_state_dict(metadata=metadata) for key, chunk in zip(_model_keys(optimizer), optimizer.chunks, strict=True)
     }
     whole = models if len(models) > 1 else models["model"]
-    return {**models, "optimizer": optimizer.megatron.sharded_state_dict(whole, is_loading=loading, metadata=metadata)}
+    with platform.unpadded_offsets(optimizer.megatron):
+        return {**models, "optimizer": optimizer.megatron.sharded_state_dict(whole, is_loading=loading, metadata=metadata)}

@@ -33,7 +33,8 @@ def main(config: RLConfig, world: World, batches: BatchClient, resume_from: Path
     publish(session, sender, session.start)
     for step in range(session.start + 1, trainer.steps + 1):
         run_step(config, session, rl_loss, batches, sender, step)
-    session.save_hf(run_dir / "hf" / f"step_{trainer.steps}")
+    if session.start >= trainer.steps:  # resumed from the last step
+        session.save_hf(run_dir / "hf" / f"step_{trainer.steps}")
 
 
 def run_step(config: RLConfig, session: Session, rl_loss: Loss, batches: BatchClient, sender: FilesystemSender | None, step: int) -> None:
@@ -49,6 +50,10 @@ def run_step(config: RLConfig, session: Session, rl_loss: Loss, batches: BatchCl
     if checkpoint.due(step, trainer.steps, trainer.checkpoint.interval):
         checkpoint.save(run_dir, step, session.optimizer, batch.orchestrator_state, trainer.checkpoint.keep_last)
         metrics["time/checkpoint"] = time.perf_counter() - clock[-1]
+    if step == trainer.steps:
+        exporting = time.perf_counter()
+        session.save_hf(run_dir / "hf" / f"step_{step}")
+        metrics["time/export"] = time.perf_counter() - exporting
     if world.rank == 0:
         line = {
             "step": step,

@@ -6,11 +6,11 @@ from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
-from transformers import AutoTokenizer
 
 from megatron_rl.algorithms import build_loss
 from megatron_rl.config.run import RLConfig, SftRunConfig
 from megatron_rl.config.trainer import SftConfig
+from megatron_rl.envs.rendering import Renderer
 from megatron_rl.platform import World
 from megatron_rl.trainer import checkpoint
 from megatron_rl.trainer.conversations import load_samples
@@ -26,7 +26,7 @@ def main(config: RLConfig | SftRunConfig, world: World, resume_from: Path | None
     sft, trainer, run_dir = config.sft, config.trainer, Path(config.run.dir)
     assert sft is not None
     session = open_session(world, config.model, config.model.path, trainer, sft.optim, sft.scheduler, sft.steps, resume_from)
-    samples = load_samples(Path(sft.data), AutoTokenizer.from_pretrained(config.model.tokenizer_path), config.model.context)
+    samples = load_samples(Path(sft.data), Renderer.load(config.model.tokenizer_path).tokenizer, config.model.context)
     rl_loss = build_loss(trainer.loss.name, **trainer.loss.options)
     for step in range(session.start + 1, sft.steps + 1):
         started = time.perf_counter()

@@ -231,6 +231,18 @@ def test_a_seed_gives_the_same_answer_whatever_else_is_sampled(engine: RunningEn
     engine.call(act)
 
 
+def test_more_seeded_prompts_at_once_than_a_step_takes_up(engine: RunningEngine, offers):
+    """40 prompts of 200 tokens against 4,096 per step: some wait for a later one."""
+
+    async def act(pool: EnginePool) -> None:
+        await pool.update_weights(offers["a"])
+        prompts = [[(7 * i + j) % 250 for j in range(200)] for i in range(40)]
+        answers = await asyncio.gather(*(pool.sample(f"s{i}", prompt, 4, 0.7, seed=i) for i, prompt in enumerate(prompts)))
+        assert all(len(found.token_ids) == len(found.logprobs) > 0 for found in answers)
+
+    engine.call(act)
+
+
 def test_every_route_but_health_wants_the_token(engine: RunningEngine, offers):
     engine.call(lambda pool: pool.update_weights(offers["a"]))
     assert status(engine.url + "/health") == 200

@@ -45,15 +45,21 @@ def test_deterministic_runs_have_no_prefix_cache():
     assert "--no-enable-prefix-caching" in line_of(InferenceConfig(), deterministic=True)
 
 
+def test_cpu_engines_never_cut_a_prompt():
+    line = line_of(InferenceConfig())
+    assert "--no-enable-chunked-prefill" in line and int(value(line, "--max-num-batched-tokens")) >= 512
+    assert "--no-enable-chunked-prefill" not in line_of(InferenceConfig(), device_type="cuda")
+
+
 def test_kv_cache_has_a_default_on_cpu_only():
     assert value(line_of(InferenceConfig()), "--kv-cache-memory-bytes") == str(2**30)
     assert "--kv-cache-memory-bytes" not in line_of(InferenceConfig(), device_type="cuda")
 
 
 def test_further_arguments_are_passed_on():
-    line = line_of(InferenceConfig(vllm={"max_num_batched_tokens": 4096, "enable-chunked-prefill": False, "hf-overrides": {"a": 1}}))
-    assert value(line, "--max-num-batched-tokens") == "4096"
-    assert "--no-enable-chunked-prefill" in line
+    line = line_of(InferenceConfig(vllm={"max_num_batched_tokens": 1024, "disable-cascade-attn": True, "hf-overrides": {"a": 1}}))
+    assert value(line, "--max-num-batched-tokens") == "1024"
+    assert "--disable-cascade-attn" in line
     assert value(line, "--hf-overrides") == '{"a": 1}'
 
 

@@ -25,6 +25,11 @@ LAYOUTS = {
     "pipeline": {"parallel": {"pipeline_parallel": 2}},
     "context": {"parallel": {"context_parallel": 2}},
 }
+RESUMED = {  # saved after step 1 by another layout; the model is tied, so a pipeline keeps two copies of its embedding
+    "data from tensor": {"parallel": {"data_parallel": 2}, "resume_from": "tensor/checkpoints/step_1"},
+    "pipeline from data": {"parallel": {"pipeline_parallel": 2}, "resume_from": "data/checkpoints/step_1"},
+    "tensor from pipeline": {"parallel": {"tensor_parallel": 2}, "resume_from": "pipeline/checkpoints/step_1"},
+}
 FOUR = {
     "tensor_pipeline": {"parallel": {"tensor_parallel": 2, "pipeline_parallel": 2}},
     "tensor_data": {"parallel": {"tensor_parallel": 2, "data_parallel": 2}},
@@ -85,8 +90,7 @@ def expected(work):
     for step in range(1, STEPS + 1):
         documents = first if step == 1 else samples(model, step)
         write_batch(work / "batches", StepBatch(step, step - 1, pack(documents, step, step - 1, capacity=64, data_parallel=1)))
-    resumed = {"resumed_data": {"parallel": {"data_parallel": 2}, "resume_from": "tensor/checkpoints/step_1"}}
-    (work / "layouts.json").write_text(json.dumps(LAYOUTS | FOUR | resumed))
+    (work / "layouts.json").write_text(json.dumps(LAYOUTS | FOUR | RESUMED))
     return oracle(model, first)
 
 
@@ -97,7 +101,7 @@ def one(work, expected):
 
 @pytest.fixture(scope="module")
 def two(work, one):
-    return run_ranks("tests/trainer/layout_cases.py:main", 2, [str(work), "tensor", "data", "pipeline", "context", "resumed_data"])[0]
+    return run_ranks("tests/trainer/layout_cases.py:main", 2, [str(work), "tensor", "data", "pipeline", "context", *RESUMED])[0]
 
 
 @pytest.mark.ranks
@@ -122,12 +126,12 @@ def test_loss_and_gradient_norm_do_not_depend_on_the_layout(one, two, layout):
 
 
 @pytest.mark.ranks
-def test_a_checkpoint_resumes_at_another_layout(two):
-    """Saved by tensor parallel 2 after step 1, loaded by data parallel 2: step 2 is the same step."""
-    (resumed,) = two["resumed_data"]
+@pytest.mark.parametrize("case", RESUMED)
+def test_a_checkpoint_resumes_at_another_layout(one, two, case):
+    (resumed,) = two[case]
     assert resumed["step"] == 2
     for key in ("loss/total", "grad_norm", "entropy/mean"):
-        assert resumed[key] == pytest.approx(two["tensor"][1][key], rel=1e-4), key
+        assert resumed[key] == pytest.approx(one["one"][1][key], rel=1e-3), key
 
 
 @pytest.mark.ranks

@@ -3,6 +3,7 @@
 Megatron's own DotProductAttention knows neither packed sequences nor context parallel; this one knows both.
 """
 
+import itertools
 from typing import Any
 
 import torch
@@ -20,7 +21,8 @@ from megatron_rl.models.layers.context_parallel import GatherSequence, zigzag
 class TorchAttention(MegatronModule):
     """Core attention with grouped queries: [s, b, heads, d] or packed [t, heads, d] in, heads merged out.
 
-    Packed sequences are attended one by one, so the cost is the sum of squared lengths and no mask is built. Under context parallel,
+    Packed sequences do not see one another: the cost is the sum of squared lengths and no mask is built. Neighbours of one length are
+    attended in one call (packing sorts by length, so there are many). Under context parallel,
     queries stay and keys and values are gathered from all ranks (one all-gather forward, one reduce-scatter backward).
     """
 
@@ -58,15 +60,24 @@ class TorchAttention(MegatronModule):
         else:
             query, key, value = (tensor.unsqueeze(1) for tensor in (query, key, value))
             lengths = sequence_offsets(packed_seq_params).diff().tolist()
-        shares = [length // size for length in lengths]
         if size == 1:
-            parts = [
-                self._attend(q, k, v, None) for q, k, v in zip(query.split(shares), key.split(shares), value.split(shares), strict=True)
-            ]
+            parts = self._attend_runs(query, key, value, lengths)
         else:
-            parts = self._attend_over_ranks(query, key, value, lengths, shares)
+            parts = self._attend_over_ranks(query, key, value, lengths, [length // size for length in lengths])
         output = parts[0] if len(parts) == 1 else torch.cat(parts)
         return output.flatten(2) if packed_seq_params is None else output.flatten(1)
+
+    def _attend_runs(self, query: Tensor, key: Tensor, value: Tensor, lengths: list[int]) -> list[Tensor]:
+        runs = [(length, len(list(equal))) for length, equal in itertools.groupby(lengths)]
+        tokens = [length * count for length, count in runs]
+        parts = []
+        for (length, count), *qkv in zip(runs, query.split(tokens), key.split(tokens), value.split(tokens), strict=True):
+            if count == 1:
+                parts.append(self._attend(*qkv, None))
+            else:  # [count * length, 1, heads, d] -> [length, count, heads, d] and back
+                rows = (tensor.squeeze(1).unflatten(0, (count, length)).transpose(0, 1) for tensor in qkv)
+                parts.append(self._attend(*rows, None).transpose(0, 1).flatten(0, 1).unsqueeze(1))
+        return parts
 
     def _attend_over_ranks(self, query: Tensor, key: Tensor, value: Tensor, lengths: list[int], shares: list[int]) -> list[Tensor]:
         rank, size, device = self.group.rank(), self.group.size(), query.device

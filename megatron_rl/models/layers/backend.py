@@ -1,21 +1,39 @@
 """Megatron layer providers by the platform's backend name."""
 
+from collections.abc import Callable
+
+import torch
 from megatron.core.models.backends import BackendSpecProvider, LocalSpecProvider
+from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.torch_norm import LayerNormBuilder
 
 from megatron_rl import platform
+from megatron_rl.kernels.swiglu.reference import swiglu
 from megatron_rl.models.layers.attention import TorchAttention
 from megatron_rl.models.layers.norm import TorchRMSNorm
 
 
 class TorchProvider(LocalSpecProvider):
-    """Megatron's plain linears with our norm and attention."""
+    """Megatron's plain linears with our norm, attention and SwiGLU."""
 
     def layer_norm(self, rms_norm: bool = False, for_qk: bool = False, has_residual: bool = False) -> LayerNormBuilder:
         return TorchRMSNorm
 
     def core_attention(self) -> type:
         return TorchAttention
+
+    def activation_func(self) -> Callable[..., torch.nn.Module]:
+        return SwiGLU
+
+
+class SwiGLU(torch.nn.Module):
+    """[..., 2 f] -> [..., f]; no weights."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+
+    def forward(self, gate_up: torch.Tensor) -> torch.Tensor:
+        return swiglu(gate_up)
 
 
 def provider() -> BackendSpecProvider:
