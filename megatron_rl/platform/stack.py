@@ -32,7 +32,7 @@ def stack_report() -> list[Component]:
         _apex(gpus),
         _vllm(gpus),
         _vllm_cpu_ops(gpus),
-        _package("nixl", ("nixl", "nixl-cu13", "nixl-cu12"), "weight transfer over RDMA", "filesystem weight transfer", "pip install nixl"),
+        _package("nixl", ("nixl", "nixl-cu13", "nixl-cu12"), "nothing yet: its weight transport is planned", "weights travel as files", ""),
         _triton(gpus),
         _package(
             "flash-attn", ("flash-attn",), "a TransformerEngine attention backend", "torch SDPA", _gpu_only(gpus, "pip install flash-attn")
