@@ -26,9 +26,9 @@ LAYOUTS = {
     "context": {"parallel": {"context_parallel": 2}},
 }
 RESUMED = {  # saved after step 1 by another layout; the model is tied, so a pipeline keeps two copies of its embedding
-    "data from tensor": {"parallel": {"data_parallel": 2}, "resume_from": "tensor/checkpoints/step_1"},
-    "pipeline from data": {"parallel": {"pipeline_parallel": 2}, "resume_from": "data/checkpoints/step_1"},
-    "tensor from pipeline": {"parallel": {"tensor_parallel": 2}, "resume_from": "pipeline/checkpoints/step_1"},
+    "data_from_tensor": {"parallel": {"data_parallel": 2}, "resume_from": "tensor/checkpoints/step_1"},
+    "pipeline_from_data": {"parallel": {"pipeline_parallel": 2}, "resume_from": "data/checkpoints/step_1"},
+    "tensor_from_pipeline": {"parallel": {"tensor_parallel": 2}, "resume_from": "pipeline/checkpoints/step_1"},
 }
 FOUR = {
     "tensor_pipeline": {"parallel": {"tensor_parallel": 2, "pipeline_parallel": 2}},
