@@ -15,6 +15,7 @@ _HOME = {
     "transformer_defaults": "devices",
     "initialize": "world",
     "World": "world",
+    "gather_json": "world",
     "unpadded_offsets": "bucket_padding",
     "stack_report": "stack",
     "Component": "stack",

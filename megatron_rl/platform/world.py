@@ -1,9 +1,11 @@
 """The process groups of a training job, and this rank's place in them."""
 
+import json
 import os
 import random
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import numpy as np
 import torch
@@ -114,6 +116,21 @@ def split(parallel: ParallelConfig, seed: int, timeout_s: float) -> World:
     np.random.seed(stage_seed)
     torch.manual_seed(stage_seed)
     return world
+
+
+def gather_json(value: Any, ranks: int) -> list[Any]:
+    """Every rank's `value` (JSON), in rank order, on each of `ranks` ranks: collective over the job. Bytes travel, never pickles."""
+    data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+    if ranks == 1:
+        return [json.loads(bytes(data.numpy()))]
+    sizes = torch.empty(ranks, dtype=torch.int64, device=device())
+    dist.all_gather_into_tensor(sizes, torch.tensor([len(data)], device=device()))
+    mine = torch.zeros(int(sizes.max()), dtype=torch.uint8, device=device())
+    mine[: len(data)] = data
+    gathered = mine.new_empty(ranks * len(mine))
+    dist.all_gather_into_tensor(gathered, mine)
+    rows = gathered.view(ranks, -1).cpu().numpy()
+    return [json.loads(bytes(row[:size])) for row, size in zip(rows, sizes.tolist(), strict=True)]
 
 
 def _check_ranks(parallel: ParallelConfig, world_size: int) -> None:

@@ -1,4 +1,4 @@
-"""What runs on the rank of tests/platform."""
+"""What runs on the ranks of tests/platform."""
 
 import warnings
 
@@ -40,18 +40,26 @@ def shim(_):
     }
 
 
-def masters(args):
-    """Per tensor of this stage's optimizer checkpoint: is the saved FP32 master the weight it belongs to, with and without the fix?"""
+def two_ranks(args):
+    """What two pipeline stages gather of each other, and `masters`."""
     platform.install()
     parallel = ParallelConfig(pipeline_parallel=2)
     world = platform.initialize(parallel, seed=0, timeout_s=60, threads=1)
+    gathered = [platform.gather_json(value, 2) for value in (None, (world.rank, 5000 * world.rank * "\u00e9"))]
+    report = masters(args[0], parallel)
+    world.shutdown()
+    return report | {"gathered": gathered}
+
+
+def masters(hf_dir, parallel):
+    """Per tensor of this stage's optimizer checkpoint: is the saved FP32 master the weight it belongs to, with and without the fix?"""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
     from megatron_rl import conversion, models
 
-    policy = models.build(args[0], parallel, "float32")
-    conversion.load_hf(policy, args[0])
+    policy = models.build(hf_dir, parallel, "float32")
+    conversion.load_hf(policy, hf_dir)
     ddp = DistributedDataParallel(policy.config, DistributedDataParallelConfig(use_distributed_optimizer=True), policy.chunks[0])
     optimizer = get_megatron_optimizer(OptimizerConfig(lr=1e-3, use_distributed_optimizer=True), [ddp])
     ddp.zero_grad_buffer()
@@ -68,6 +76,4 @@ def masters(args):
     stock = compare()
     with platform.unpadded_offsets(optimizer):
         fixed = compare()
-    report = {"stock": stock, "fixed": fixed, "restored": compare() == stock}
-    world.shutdown()
-    return report
+    return {"stock": stock, "fixed": fixed, "restored": compare() == stock}

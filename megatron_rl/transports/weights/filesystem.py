@@ -9,6 +9,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -93,14 +94,15 @@ class FilesystemSender:
         start = time.monotonic()
         self._is_first_rank = world.rank == 0
         tmp = weights_dir(self.run_dir) / f"{version}.tmp"
-        _all_ranks(world, lambda: _fresh_tmp(self.run_dir, version) if world.rank == 0 else None)
+        _first_rank(world, lambda: _fresh_tmp(self.run_dir, version))
         writer = _StageWriter(tmp, world.pipeline_rank) if world.writes_stage else None
         for name, tensor in tensors:
             if writer is not None:
                 writer.add(name, tensor)
         stages = _all_ranks(world, writer.close if writer is not None else lambda: None)
-        entries = [entry for _, stage in sorted(found for found in stages if found is not None) for entry in stage]
-        _all_ranks(world, lambda: _offer(tmp, self.run_dir, Manifest(version, tuple(entries))) if world.rank == 0 else None)
+        rows = [row for _, stage in sorted(found for found in stages if found is not None) for row in stage]
+        manifest = Manifest(version, tuple(map(TensorEntry.from_row, rows)))
+        _first_rank(world, lambda: _offer(tmp, self.run_dir, manifest))
         return time.monotonic() - start
 
     def acked(self, version: int) -> bool:
@@ -139,12 +141,12 @@ class _StageWriter:
         self.shard[name] = tensor
         self.bytes += tensor.nbytes
 
-    def close(self) -> tuple[int, list[TensorEntry]]:
-        """(pipeline stage, its manifest rows). Raises the OSError of the first write that failed."""
+    def close(self) -> tuple[int, list[dict[str, Any]]]:
+        """(pipeline stage, its manifest rows as JSON). Raises the OSError of the first write that failed."""
         self._flush()
         if self.error is not None:
             raise self.error
-        return self.stage, self.entries
+        return self.stage, [asdict(entry) for entry in self.entries]
 
     def _file(self) -> str:
         return f"stage_{self.stage}_{self.shards}.safetensors"
@@ -166,22 +168,24 @@ class _StageWriter:
 
 
 def _all_ranks(world: Ranks, act: Callable[[], Any]) -> list[Any]:
-    """Run `act` on this rank and return every rank's result; if it fails on any of them, every rank raises WeightTransferError."""
-    import torch.distributed as dist
+    """Run `act` on this rank; every rank's result (JSON), in rank order. If it fails on any, every rank raises WeightTransferError."""
+    from megatron_rl.platform import gather_json
 
     result, problem = None, None
     try:
         result = act()
     except (OSError, WeightTransferError) as error:
         problem = f"rank {world.rank} cannot write the weights: {error}"
-    outcomes = [(result, problem)]
-    if world.world_size > 1:
-        outcomes = [None] * world.world_size
-        dist.all_gather_object(outcomes, (result, problem))
+    outcomes = gather_json([result, problem], world.world_size)
     for _, found in outcomes:
         if found is not None:
             raise WeightTransferError(found)
     return [found for found, _ in outcomes]
+
+
+def _first_rank(world: Ranks, act: Callable[[], object]) -> None:
+    """Run `act` on rank 0; the others wait for it, and raise WeightTransferError if it failed."""
+    _all_ranks(world, lambda: str(act()) if world.rank == 0 else None)
 
 
 def _fresh_tmp(run_dir: Path, version: int) -> Path:

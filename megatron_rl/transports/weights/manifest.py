@@ -21,6 +21,11 @@ class TensorEntry:
     xxh3: str
     file: str
 
+    @staticmethod
+    def from_row(row: dict[str, Any]) -> "TensorEntry":
+        """Of what `asdict` and JSON made of one. TypeError or KeyError for anything else."""
+        return TensorEntry(**{**row, "shape": tuple(row["shape"])})
+
     @property
     def layout(self) -> tuple[tuple[int, ...], str]:
         """What may not change between versions of one policy."""
@@ -69,7 +74,7 @@ def _parse(data: dict[str, Any]) -> Manifest:
         raise ValueError(f"kind {data['kind']!r}, this build applies only 'full'")
     if type(data["version"]) is not int or data["version"] < 0:
         raise ValueError(f"version {data['version']!r} is not a whole number >= 0")
-    entries = tuple(TensorEntry(**{**row, "shape": tuple(row["shape"])}) for row in data["tensors"])
+    entries = tuple(map(TensorEntry.from_row, data["tensors"]))
     names = [entry.name for entry in entries]
     if duplicates := sorted({name for name in names if names.count(name) > 1} if len(set(names)) < len(names) else ()):
         raise ValueError(f"tensors listed twice: {', '.join(duplicates)}")
