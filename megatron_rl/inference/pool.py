@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import logging
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -18,8 +17,6 @@ from megatron_rl.transports.weights.filesystem import acknowledge
 from megatron_rl.transports.weights.manifest import Manifest
 from megatron_rl.transports.weights.update import Failure, Outcome, Step, Update
 
-log = logging.getLogger(__name__)
-
 
 class UpdateError(Exception):
     """A version that not every engine holds now; one line per failure, each with engine, step and tensor."""
@@ -33,15 +30,13 @@ class UpdateError(Exception):
 class EnginePool:
     """Use within `async with`. No request is sent before the first update: an engine starts on random weights."""
 
-    def __init__(
-        self, urls: Sequence[str], token: str, *, stage_timeout_s: float = 600.0, verify: bool = True, max_connections: int = 512
-    ) -> None:
+    def __init__(self, urls: Sequence[str], token: str, *, stage_timeout_s: float = 600.0, verify: bool = True) -> None:
         if not urls:
             raise ValueError("a pool needs at least one engine URL")
         self.urls = [url.rstrip("/") for url in urls]
         self.version: int | None = None
         """The version that every engine in use holds; None before the first update."""
-        self._token, self._stage_timeout_s, self._verify, self._max_connections = token, stage_timeout_s, verify, max_connections
+        self._token, self._stage_timeout_s, self._verify = token, stage_timeout_s, verify
         self._router = Router(self.urls)
         self._open = asyncio.Event()
         self._updating = asyncio.Lock()
@@ -50,7 +45,8 @@ class EnginePool:
 
     async def __aenter__(self) -> "EnginePool":
         # Kept alive for less than the server keeps them (VLLM_HTTP_TIMEOUT_KEEP_ALIVE), so that no request meets a closing connection.
-        connector = aiohttp.TCPConnector(limit=0, limit_per_host=self._max_connections, keepalive_timeout=60)
+        # Without a limit: a flip must get through while every sampling request is frozen and holds its connection.
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=60)
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=30)
         session = await self._exit.enter_async_context(aiohttp.ClientSession(connector=connector, timeout=timeout))
         self.clients = {url: EngineClient(url, self._token, session) for url in self.urls}
@@ -100,8 +96,6 @@ class EnginePool:
                 self._open.set()
             if update.outcome is not Outcome.APPLIED:
                 raise UpdateError(update)
-            for failure in update.failures:
-                log.warning("weight update to version %d: %s", update.version, failure)
             acknowledge(directory, self.urls)
             return {**update.seconds, "total": time.monotonic() - start}
 

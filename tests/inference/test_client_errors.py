@@ -1,4 +1,4 @@
-"""What is said, in one line, of an engine that is not there."""
+"""Clients and pools against ports where nothing listens, or nobody answers."""
 
 import asyncio
 
@@ -50,3 +50,32 @@ def test_sampling_before_the_first_update_is_refused_without_asking_anybody():
 def test_a_pool_without_engines_is_refused():
     with pytest.raises(ValueError, match="at least one engine"):
         EnginePool([], "token")
+
+
+def test_a_weight_update_gets_through_however_many_requests_are_frozen():
+    async def act() -> list[str]:
+        asked = []
+
+        async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            path = (await reader.readline()).split()[1].decode()
+            asked.append(path)
+            if path == "/resume":
+                writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n")
+            else:  # frozen
+                await reader.read()
+            writer.close()
+
+        async with await asyncio.start_server(handle, "127.0.0.1", 0, backlog=1024) as server:
+            url = "http://127.0.0.1:{}".format(server.sockets[0].getsockname()[1])
+            async with EnginePool([url], "token") as pool:
+                client = pool.clients[url]
+                frozen = [asyncio.create_task(client.generate([1], 4, 1.0)) for _ in range(600)]
+                while len(asked) < 512:
+                    await asyncio.sleep(0.01)
+                await asyncio.wait_for(client.resume(), 5)
+                for task in frozen:
+                    task.cancel()
+                await asyncio.gather(*frozen, return_exceptions=True)
+        return asked
+
+    assert "/resume" in asyncio.run(act())

@@ -4,6 +4,7 @@
       | any fails: DROP all, refused   (nothing was paused, the old version never stopped serving)
                  | any fails: RESUME all, then DROP all, refused
                             | any fails: that engine is broken: ABORT its requests; the others flip and RESUME
+                                         | any fails: that engine is broken, too: it would freeze whatever it is sent
 
 Each step of one engine starts only when the step before is over on every engine, so engines flip together or not at all.
 RESUME is attempted on every engine that PAUSE was attempted on and that is not broken.
@@ -37,7 +38,7 @@ class Outcome(enum.Enum):
     REFUSED = "refused"
     """Every engine serves the version it had."""
     BROKEN = "broken"
-    """At least one engine holds no whole version; the others hold the new one."""
+    """At least one engine holds no whole version, or did not resume; the others serve the new one."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ class Update:
     _step: Step | None = None
     _waiting: dict[str, Step] = field(default_factory=dict)
     _started: float = 0.0
-    _paused: bool = False
+    _flipped: bool = False
 
     def begin(self, now: float) -> list[tuple[str, Step]]:
         """The first actions: (engine, step)."""
@@ -93,7 +94,7 @@ class Update:
             return []
         del self._waiting[failure.engine]
         self.failures.append(failure)
-        if failure.step is Step.FLIP:
+        if failure.step is Step.FLIP or (failure.step is Step.RESUME and self._flipped):
             self.broken.add(failure.engine)
         return self._advance(now)
 
@@ -121,9 +122,9 @@ class Update:
             case Step.PAUSE:
                 return self._enter(Step.RESUME if self.failures else Step.FLIP, self.engines, now)
             case Step.FLIP:
-                self._paused = True
+                self._flipped = True
                 return self._enter(Step.RESUME, self.engines, now)
-            case Step.RESUME if not self._paused:
+            case Step.RESUME if not self._flipped:
                 return self._enter(Step.DROP, self.engines, now)
             case Step.RESUME:
                 self.outcome = Outcome.BROKEN if self.broken else Outcome.APPLIED

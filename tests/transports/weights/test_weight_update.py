@@ -69,10 +69,10 @@ def test_a_failed_flip_breaks_that_engine_only_and_its_requests_are_not_resumed(
     assert steps_of(actions, "http://a") == [Step.STAGE, Step.PAUSE, Step.FLIP, Step.RESUME]
 
 
-def test_a_failed_resume_leaves_the_version_applied_and_is_reported():
+def test_an_engine_that_does_not_resume_is_broken_because_it_would_freeze_its_requests():
     update = Update(3, ENGINES, timeout_s=100)
     play(update, {("http://b", Step.RESUME)})
-    assert update.outcome is Outcome.APPLIED
+    assert update.outcome is Outcome.BROKEN and update.broken == {"http://b"}
     assert [str(failure) for failure in update.failures] == ["engine http://b, resume, tensor lm_head.weight: broke"]
 
 
