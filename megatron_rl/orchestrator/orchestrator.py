@@ -114,9 +114,11 @@ class Orchestrator:
         while True:
             self._receive(step)
             self._drop_stale(step)
-            if (selection := self.builder.take(step)) is not None:
-                return self._build(selection, started)
-            self._open_groups(step)
+            # A deterministic run looks at groups wave by wave: which of a wave completes first must decide nothing.
+            if not (self.config.deterministic and self.dispatcher.load):
+                if (selection := self.builder.take(step)) is not None:
+                    return self._build(selection, started)
+                self._open_groups(step)
             await self.wake.wait()
             self.wake.clear()
             if self.watching.done():
@@ -124,7 +126,7 @@ class Orchestrator:
 
     def _open_groups(self, step: int) -> None:
         version = self.versions.version
-        if version is None or (self.config.deterministic and self.dispatcher.load):
+        if version is None:
             return
         while self.dispatcher.has_room and self.builder.wanted(step, version, sum(group.size for group in self.open)) > 0:
             draw = self.tasks.draw()

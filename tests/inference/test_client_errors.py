@@ -66,7 +66,7 @@ def test_a_weight_update_gets_through_however_many_requests_are_frozen():
             writer.close()
 
         async with await asyncio.start_server(handle, "127.0.0.1", 0, backlog=1024) as server:
-            url = "http://127.0.0.1:{}".format(server.sockets[0].getsockname()[1])
+            url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
             async with EnginePool([url], "token") as pool:
                 client = pool.clients[url]
                 frozen = [asyncio.create_task(client.generate([1], 4, 1.0)) for _ in range(600)]

@@ -157,6 +157,27 @@ def test_deterministic_batches_do_not_depend_on_completion_order(config):
     assert sample_ids(read_batch(Path(runs[0][2].run.dir) / "batches", 3)) == runs[0][0][2]
 
 
+def test_deterministic_batches_of_unequal_groups_do_not_depend_on_completion_order(config, tmp_path):
+    """A group of 8 that completes before one of 4 would fill the batch of 8 alone."""
+    env = {"path": str(tmp_path / "env.py")}
+    sources = [
+        {"id": "small", "env": env, "group_size": 4, "select": {"limit": 10}},
+        {"id": "large", "env": env, "group_size": 8, "select": {"skip": 10}},
+    ]
+
+    async def small_last(prompt, seed):
+        if len(prompt.split("guess ")[1].split("<")[0]) == 1:  # tasks 0 ... 9
+            await asyncio.sleep(0.005)
+        return guesses(prompt, seed)
+
+    runs = []
+    for name, answer in (("even", guesses), ("late", small_last)):
+        limits = {"batch_size": 8, "filter_zero_advantage": False}
+        cfg = config(steps=6, deterministic=True, source=sources, orchestrator=limits, run={"name": name, "root": config().run.root})
+        runs.append([sample_ids(b) for b in play(cfg, ScriptedPool(answer))])
+    assert runs[0] == runs[1]
+
+
 @pytest.mark.parametrize("at", [1, 3])
 def test_a_resumed_deterministic_run_makes_the_batches_it_would_have_made(config, at):
     whole = play(config(steps=5, deterministic=True), ScriptedPool(guesses, jitter=9))
