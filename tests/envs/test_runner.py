@@ -237,3 +237,28 @@ def test_cancellation_passes_through():
             await running
 
     asyncio.run(scenario())
+
+
+def test_a_cancelled_error_of_the_environments_own_making_is_an_error_and_a_cancellation_from_outside_ends_the_rollout():
+    async def awaits_what_it_cancelled(task, conversation):
+        await conversation.reply(task.messages)
+        background = asyncio.create_task(asyncio.sleep(60))
+        background.cancel()
+        await background
+
+    episode = play(Env(awaits_what_it_cancelled), scripted("a"))
+    assert (episode.finish_reason, episode.error) == ("error", "env 'my env', task 't1': CancelledError: ")
+
+    async def from_outside():
+        async def sleeps(task, conversation):
+            await asyncio.sleep(60)
+
+        running = asyncio.create_task(
+            run_episode(Env(sleeps), TASK, name="e", renderer=RENDERER, sampler=scripted(), context=9, max_tokens=9, timeout_s=60)
+        )
+        await asyncio.sleep(0)
+        running.cancel()
+        await running
+
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(from_outside())
