@@ -53,6 +53,11 @@ class RLConfig(Table):
     eval: EvalSourcesConfig = EvalSourcesConfig()
     resume: ResumeConfig = ResumeConfig()
 
+    @property
+    def warms_up(self) -> bool:
+        """Whether RL starts from the sft stage's export; else from model.path, or from the checkpoint or dumped batches it goes on with."""
+        return self.sft is not None and not self.resume.enabled and not self.trainer.replay
+
 
 class SftRunConfig(Table):
     """Everything of `megatron-rl sft`."""

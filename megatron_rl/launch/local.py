@@ -28,7 +28,7 @@ def main(config: RLConfig, command: Sequence[str], console: Console) -> None:
         display.say(f"run directory {run.path}, attempt {run.attempt}; logs in {run.logs}")
         services = None if config.trainer.replay else Services(config, run.resolved, supervisor, display, clock)
         clock.add("setup", clock.started)
-        if warms_up(config):
+        if config.warms_up:
             train(config, run, supervisor, display, clock, "sft", services)
         if services:
             zmq = config.orchestrator.batch_transport == "zmq"
@@ -38,11 +38,6 @@ def main(config: RLConfig, command: Sequence[str], console: Console) -> None:
         else:
             train(config, run, supervisor, display, clock, "rl", services)
     finish(run.path, clock, display)
-
-
-def warms_up(config: RLConfig) -> bool:
-    """Whether the sft stage runs: not when a checkpoint or dumped batches are what RL goes on from."""
-    return config.sft is not None and not config.resume.enabled and not config.trainer.replay
 
 
 class Services(Engines):

@@ -54,7 +54,7 @@ def placement(config: RLConfig | SftRunConfig | EvalRunConfig, gpus: int) -> Ite
         yield from _engines(config, gpus)
     if isinstance(config, EvalRunConfig):
         return
-    if config.sft is not None and not config.resume.enabled and not config.trainer.replay:
+    if config.warms_up:
         yield from _ranks(config.trainer, "sft", config, gpus)
     yield from _ranks(config.trainer, "rl", config, gpus)
     if not config.trainer.replay:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import IO
 
 from megatron_rl.config.base import ConfigError, Table
-from megatron_rl.config.run import ResumeConfig, RLConfig, RunConfig
+from megatron_rl.config.run import ResumeConfig, RunConfig, SftRunConfig
 from megatron_rl.transports.atomic import write_atomic
 
 DIRECTORIES = ("configs", "logs", "checkpoints", "weights", "batches", "exchange", "traces", "plots", "hf", "eval")
@@ -129,10 +129,8 @@ def open_run(config: Table, run: RunConfig, resume: ResumeConfig, command: Seque
     if start is not None:
         # every process of this attempt must find this one, also when a later one exists by then
         config = config.model_copy(update={"resume": ResumeConfig(enabled=True, dir=str(start.path))})
-        if isinstance(config, RLConfig) and not is_own(run, resume):
-            config = config.model_copy(update={"sft": None})  # the other run's warm-up is in its checkpoint
         if used(path):
-            roll_back(path, start.step)
+            roll_back(path, start.step, "sft_metrics.jsonl" if isinstance(config, SftRunConfig) else "metrics.jsonl")
     attempt = 1 + max((int(old.name.removeprefix("attempt_")) for old in path.glob("configs/attempt_*")), default=0)
     opened = RunDir(path, attempt, start, lock)
     for parent in (opened.resolved.parent, opened.logs):
@@ -145,15 +143,18 @@ def open_run(config: Table, run: RunConfig, resume: ResumeConfig, command: Seque
     return opened
 
 
-def roll_back(path: Path, step: int) -> None:
-    """Forget what was made after `step`: its steps are made again. Old weight versions go too, the trainer offers its own."""
+def roll_back(path: Path, step: int, metrics_file: str) -> None:
+    """Forget what was made after `step`: its steps are made again. Old weight versions go too, the trainer offers its own.
+
+    `metrics_file` has the lines of the stage that is resumed; those of a warm-up before it stay.
+    """
     for entry in [*path.glob("batches/step_*"), *path.glob("checkpoints/step_*")]:
         number = entry.name.removeprefix("step_").removesuffix(".batch")
         if not number.isdigit() or int(number) > step:  # not a number: a save that was cut short
             _delete(entry)
     for directory in ("weights", "exchange"):
         _delete(path / directory)
-    metrics = path / "metrics.jsonl"
+    metrics = path / metrics_file
     if metrics.is_file():
         kept = [line for line in metrics.read_text().splitlines() if _step_of(line) <= step]
         write_atomic(metrics, "".join(line + "\n" for line in kept).encode())
@@ -193,6 +194,7 @@ def _lock(path: Path) -> IO[str]:
 
 def _delete(path: Path) -> None:
     if path.is_dir() and not path.is_symlink():
+        (path / "COMPLETE").unlink(missing_ok=True)  # first: a checkpoint half deleted must not count
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)

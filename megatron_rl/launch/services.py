@@ -17,7 +17,7 @@ from megatron_rl.config.run import RLConfig
 from megatron_rl.launch import summary
 from megatron_rl.launch.display import Display
 from megatron_rl.launch.exit_codes import run_process
-from megatron_rl.launch.local import Services, finish, warms_up
+from megatron_rl.launch.local import Services, finish
 from megatron_rl.launch.processes import RunFailed, Supervisor
 from megatron_rl.launch.run_dir import start_checkpoint
 
@@ -64,11 +64,12 @@ def main(resolved: Path, batches: str) -> None:
             services.tick()
 
         started = time.monotonic()
-        if warms_up(config):
+        if config.warms_up:
             assert config.sft is not None
             display.stage("sft", "sft_metrics.jsonl", config.sft.steps)
         supervisor.wait_until(lambda: "rl" in rank0.words, tick=tick)
-        clock.add("sft", started)
+        if config.warms_up:
+            clock.add("sft", started)
         started = time.monotonic()
         display.stage("rl", "metrics.jsonl", config.trainer.steps, checkpoint.step if checkpoint else 0)
         orchestrator = services.start_orchestrator(batches)

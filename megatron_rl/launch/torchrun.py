@@ -20,7 +20,6 @@ from rich.console import Console
 from megatron_rl.config.run import RLConfig
 from megatron_rl.launch import preflight, run_dir
 from megatron_rl.launch.commands import TOKEN, module, run_environment
-from megatron_rl.launch.local import warms_up
 from megatron_rl.launch.ports import free_ports
 from megatron_rl.launch.process_groups import die_with_parent
 
@@ -85,7 +84,7 @@ def _train(shared: dict[str, Any], services: "Services | None") -> None:
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"  # ours, on a port of its own
     os.environ["MASTER_PORT"] = str(shared["port"])
     world = trainer_process.join(config)
-    if warms_up(config):
+    if config.warms_up:
         trainer_process.warm_up(config, world)
     if services is not None:
         services.tell("rl")
@@ -104,7 +103,8 @@ class Services:
             start_new_session=True,
             preexec_fn=die_with_parent(signal.SIGTERM),
         )
-        threading.Thread(target=self._watch, daemon=True).start()
+        self._watcher = threading.Thread(target=self._watch, daemon=True)
+        self._watcher.start()
 
     def tell(self, word: str) -> None:
         assert self.process.stdin is not None
@@ -112,9 +112,9 @@ class Services:
         self.process.stdin.flush()
 
     def finish(self) -> None:
-        """The trainer has ended well: wait until the rest has, too."""
+        """The trainer has ended well: wait until the rest has, too; this process ends here if it ends badly."""
         self.tell("done")
-        self.process.wait()
+        self._watcher.join()
 
     def _watch(self) -> None:
         code = self.process.wait()

@@ -39,7 +39,9 @@ def save(run_dir: Path, step: int, optimizer: Optimizer, orchestrator_state: byt
         write_atomic(final / "COMPLETE", f"{step}\n".encode())
         fsync_path(final.parent)
         for old in complete_steps(run_dir)[:-keep_last]:
-            shutil.rmtree(run_dir / "checkpoints" / f"step_{old}")
+            directory = run_dir / "checkpoints" / f"step_{old}"
+            (directory / "COMPLETE").unlink()  # first: half deleted, it must not count
+            shutil.rmtree(directory)
     dist.barrier()
     return final
 

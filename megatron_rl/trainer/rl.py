@@ -19,7 +19,7 @@ from megatron_rl.transports.weights.filesystem import FilesystemSender
 
 def start_weights(config: RLConfig) -> str:
     """HF directory RL starts from: the warm-up's export if there is a warm-up, else the model."""
-    return f"{config.run.dir}/hf/sft" if config.sft and not config.trainer.replay else config.model.path
+    return f"{config.run.dir}/hf/sft" if config.warms_up else config.model.path
 
 
 def main(config: RLConfig, world: World, batches: BatchClient, resume_from: Path | None = None) -> None:

@@ -6,7 +6,7 @@ import multiprocessing
 import pytest
 
 from megatron_rl.config.base import ConfigError
-from megatron_rl.config.run import ResumeConfig, RLConfig, RunConfig
+from megatron_rl.config.run import ResumeConfig, RLConfig, RunConfig, SftRunConfig
 from megatron_rl.launch import run_dir
 
 FRESH, RESUME = ResumeConfig(), ResumeConfig(enabled=True)
@@ -18,7 +18,7 @@ def run(tmp_path):
 
 
 def start(run, resume=FRESH):
-    """Open the directory as one launch does, and end the launch."""
+    """Open the directory as one launch of `rl` does, and end the launch."""
     source = {"id": "a", "env": {"name": "reasoning_gym"}}
     config = RLConfig.model_validate(
         {
@@ -118,12 +118,39 @@ def test_a_resume_forgets_what_was_made_after_its_checkpoint(run):
     assert (again.path / "metrics.jsonl").read_text() == "\n".join(lines[:2]) + "\n"
 
 
+def test_a_resume_rolls_back_the_lines_of_its_own_stage_only(run):
+    opened = start(run)
+    checkpoint(opened, 1)
+    lines = '{"step": 1}\n{"step": 2}\n'
+    for name in ("metrics.jsonl", "sft_metrics.jsonl"):
+        (opened.path / name).write_text(lines)
+    start(run, RESUME)  # of RL: the warm-up's two steps are behind it
+    assert (opened.path / "metrics.jsonl").read_text() == '{"step": 1}\n'
+    assert (opened.path / "sft_metrics.jsonl").read_text() == lines
+    table = {"run": run.model_dump(), "model": {"path": "m"}, "sft": {"data": "rows.jsonl"}, "resume": RESUME.model_dump()}
+    run_dir.open_run(SftRunConfig.model_validate(table), run, RESUME, ["sft"]).lock.close()
+    assert (opened.path / "sft_metrics.jsonl").read_text() == '{"step": 1}\n'
+
+
+def test_a_checkpoint_deleted_half_way_does_not_count(run, monkeypatch):
+    opened = start(run)
+    for step in (4, 8):
+        checkpoint(opened, step)
+    monkeypatch.setattr(run_dir.shutil, "rmtree", lambda path: None)  # killed before anything but the marker is gone
+    run_dir.roll_back(opened.path, 4, "metrics.jsonl")
+    assert [found.step for found in run_dir.complete_checkpoints(opened.path)] == [4]
+
+
 def test_a_fork_starts_a_new_run_from_anothers_checkpoint_without_its_warm_up(run):
     first = start(run)
     checkpoint(first, 7)
     fork = start(RunConfig(name="fork", root=run.root), ResumeConfig(enabled=True, dir=str(first.path)))
-    resolved = json.loads(fork.resolved.read_text())
-    assert (fork.resume_from.step, resolved["resume"]["dir"], resolved["sft"]) == (7, str(first.path / "checkpoints" / "step_7"), None)
+    resolved = RLConfig.model_validate_json(fork.resolved.read_text())
+    assert (fork.resume_from.step, resolved.resume.dir, resolved.warms_up) == (7, str(first.path / "checkpoints" / "step_7"), False)
+    checkpoint(fork, 9)
+    # a resumed fork has no warm-up's export either
+    again = start(RunConfig(name="fork", root=run.root), RESUME)
+    assert not RLConfig.model_validate_json(again.resolved.read_text()).warms_up
 
 
 def test_a_used_directory_is_not_forked_into(run):
