@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
 
@@ -35,17 +36,39 @@ def model_problems(path: str) -> Iterator[str]:
             read_json(directory / "config.json")
         except ValueError as error:
             yield f"model.path: {error}"
+    try:
+        for name in weight_files(directory):
+            tensor_shapes(directory / name)
+    except ValueError as error:
+        yield f"model.path: {error}"
+
+
+def weight_files(directory: Path) -> list[str]:
+    """Names of the safetensors files that make up a model: those its index names, else model.safetensors.
+
+    Others may lie beside them (the vendor's own format, adapters). ValueError, in one sentence, when one is missing.
+    """
     if (directory / INDEX).is_file():
-        try:
-            files = sorted(set(read_json(directory / INDEX).get("weight_map", {}).values()))
-        except ValueError as error:
-            yield f"model.path: {error}"
-            return
-        for missing in (name for name in files if not (directory / name).is_file()):
-            yield f"model.path: {path} lacks {missing}, which {INDEX} names"
-    elif not any(directory.glob("*.safetensors")):
+        files = sorted(set(read_json(directory / INDEX).get("weight_map", {}).values()))
+        if missing := [name for name in files if not (directory / name).is_file()]:
+            raise ValueError(f"{directory} lacks {', '.join(missing)}, which {INDEX} names")
+    else:
+        files = [WEIGHTS] if (directory / WEIGHTS).is_file() else []
+    if not files:
         other = " (pytorch_model.bin is not read; convert it to safetensors)" if any(directory.glob("*.bin")) else ""
-        yield f"model.path: {path} has no *.safetensors weights{other}"
+        raise ValueError(f"{directory} has no {WEIGHTS} and no {INDEX}{other}")
+    return files
+
+
+def tensor_shapes(file: Path) -> list[list[int]]:
+    """Of every tensor in a safetensors file, from its header. ValueError, in one sentence, when it is damaged."""
+    with open(file, "rb") as f:
+        length = int.from_bytes(f.read(8), "little")
+        try:
+            header = json.loads(f.read(length)) if 0 < length <= file.stat().st_size - 8 else None
+            return [entry["shape"] for name, entry in header.items() if name != "__metadata__"]
+        except (ValueError, TypeError, KeyError, AttributeError):
+            raise ValueError(f"{file} is no safetensors file, or was cut short") from None
 
 
 def tokenizer_problems(key: str, path: str, hf_config: dict[str, Any] | None) -> Iterator[str]:

@@ -13,8 +13,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megatron_rl.config.base import ConfigError
+from megatron_rl.config.hf_directory import INDEX, WEIGHTS
 
-INDEX = "model.safetensors.index.json"
 _DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16"}
 
 
@@ -34,10 +34,10 @@ class CheckpointReader:
                 self.files: dict[str, str] = json.loads(index.read_text())["weight_map"]
             except (json.JSONDecodeError, KeyError):
                 raise ConfigError(f"{index}: not an index of safetensors shards (no weight_map)") from None
-        elif (self.directory / "model.safetensors").exists():
-            self.files = dict.fromkeys(self._shard("model.safetensors").keys(), "model.safetensors")
+        elif (self.directory / WEIGHTS).exists():
+            self.files = dict.fromkeys(self._shard(WEIGHTS).keys(), WEIGHTS)
         else:
-            raise ConfigError(f"{self.directory}: no model.safetensors and no {INDEX}; save the model with safetensors")
+            raise ConfigError(f"{self.directory}: no {WEIGHTS} and no {INDEX}; save the model with safetensors")
 
     def _shard(self, file: str) -> safe_open:
         if file not in self._open:

@@ -12,7 +12,8 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from megatron_rl.config.base import ConfigError
-from megatron_rl.conversion.hf_io import INDEX, CheckpointReader, ShardWriter, TensorSpec, plan_shards
+from megatron_rl.config.hf_directory import INDEX
+from megatron_rl.conversion.hf_io import CheckpointReader, ShardWriter, TensorSpec, plan_shards
 from megatron_rl.conversion.layout import Shards
 from megatron_rl.models.family import EMBEDDING_WEIGHT, OUTPUT_WEIGHT, TensorRule, tied
 from megatron_rl.models.language_model import LanguageModel

@@ -1,7 +1,7 @@
 """What would run where (`--dry-run`), and which GPUs an engine is given."""
 
 import json
-import struct
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.syntax import Syntax
 from rich.table import Table as Grid
 
+from megatron_rl.config.hf_directory import tensor_shapes, weight_files
 from megatron_rl.config.run import EvalRunConfig, RLConfig, SftRunConfig
 from megatron_rl.config.trainer import ParallelConfig, TrainerConfig
 from megatron_rl.platform.stack import gpu_count
@@ -137,18 +138,11 @@ def _device(gpus: list[int]) -> str:
 
 
 def parameters(path: str) -> int:
-    """Number of weights of an HF directory, from the safetensors headers; 0 when there are none."""
-    count = 0
-    for file in Path(path).glob("*.safetensors"):
-        with open(file, "rb") as f:
-            (length,) = struct.unpack("<Q", f.read(8))
-            header = json.loads(f.read(length))
-        for name, entry in header.items():
-            size = 1
-            for n in entry["shape"] if name != "__metadata__" else [0]:
-                size *= n
-            count += size
-    return count
+    """Number of weights of an HF directory, from the safetensors headers; 0 when they can't be read (preflight says why)."""
+    try:
+        return sum(math.prod(shape) for name in weight_files(Path(path)) for shape in tensor_shapes(Path(path) / name))
+    except ValueError:
+        return 0
 
 
 def _weights(path: str, dtype: str, shards: int) -> str:

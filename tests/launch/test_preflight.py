@@ -85,10 +85,17 @@ def test_all_problems_are_told_at_once(place):
     [
         (lambda model: (model / "config.json").unlink(), "model.path: model has no config.json"),
         (lambda model: (model / "config.json").write_text("{"), "model.path: model/config.json is not JSON"),
-        (lambda model: (model / "model.safetensors").unlink(), "model.path: model has no *.safetensors weights"),
+        (
+            lambda model: (model / "model.safetensors").unlink(),
+            "model.path: model has no model.safetensors and no",
+        ),
+        (
+            lambda model: (model / "model.safetensors").write_bytes(b"version https://git-lfs.github.com/spec/v1\n"),
+            "model.path: model/model.safetensors is no safetensors file, or was cut short",
+        ),
         (
             lambda model: (model / "model.safetensors").rename(model / "pytorch_model.bin"),
-            "model.path: model has no *.safetensors weights (pytorch_model.bin is not read; convert it to safetensors)",
+            "model.safetensors.index.json (pytorch_model.bin is not read; convert it to safetensors)",
         ),
         (
             lambda model: (model / "model.safetensors.index.json").write_text('{"weight_map": {"a": "model-00002-of-00002.safetensors"}}'),

@@ -13,6 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_rl.config.hf_directory import weight_files
 from megatron_rl.transports.atomic import fsync_path, write_atomic
 from megatron_rl.transports.weights.base import Ranks, WeightTransferError
 from megatron_rl.transports.weights.manifest import MANIFEST, Manifest, TensorEntry
@@ -65,9 +66,10 @@ def offer_checkpoint(hf_dir: Path, run_dir: Path, version: int = 0) -> Path:
     """
     from safetensors import safe_open
 
-    files = sorted(Path(hf_dir).glob("*.safetensors"))
-    if not files:
-        raise WeightTransferError(f"{hf_dir} holds no .safetensors file")
+    try:
+        files = [hf_dir / name for name in weight_files(hf_dir)]
+    except ValueError as error:
+        raise WeightTransferError(str(error)) from error
     tmp = _fresh_tmp(run_dir, version)
     entries = []
     for file in files:

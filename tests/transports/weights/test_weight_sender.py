@@ -240,11 +240,15 @@ def test_a_checkpoint_is_offered_as_it_is(tmp_path):
     source.mkdir()
     save_file({"scalar": torch.tensor(4.0)}, source / "model-00001-of-00002.safetensors")
     save_file({"other": torch.arange(3)}, source / "model-00002-of-00002.safetensors")
+    save_file({"tok_embeddings.weight": torch.tensor(4.0)}, source / "consolidated.00.safetensors")  # the vendor's own format
+    weight_map = {"scalar": "model-00001-of-00002.safetensors", "other": "model-00002-of-00002.safetensors"}
+    (source / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     directory = offer_checkpoint(source, tmp_path / "run", version=0)
     assert directory == version_dir(tmp_path / "run", 0)
     assert (directory / "model-00001-of-00002.safetensors").is_symlink()
     assert value_of(tmp_path / "run", 0) == 4.0
-    with pytest.raises(WeightTransferError, match=r"holds no \.safetensors file"):
+    assert [entry.name for entry in Manifest.read(directory).tensors] == ["scalar", "other"]
+    with pytest.raises(WeightTransferError, match=r"has no model\.safetensors and no model\.safetensors\.index\.json"):
         offer_checkpoint(tmp_path, tmp_path / "run", version=0)
 
 
