@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers.utils.logging import disable_progress_bar
 
 from megatron_rl.envs.reasoning_gym import is_heldout
 
@@ -36,6 +37,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="directory to make; must not exist")
     parser.add_argument("--seed", type=int, default=0, help="of the random weights and of the demonstrations")
     arguments = parser.parse_args()
+    disable_progress_bar()
     if arguments.out.exists():
         sys.exit(f"error: {arguments.out} exists; delete it, or give another --out")
     prepare(arguments.out, arguments.seed)

@@ -13,6 +13,6 @@ for word in "$@"; do
 done
 if [ -n "$mode" ]; then
     rm -rf runs/demo-data
-    "$python" examples/reverse_text/prepare.py --out runs/demo-data
+    "$python" -W ignore::SyntaxWarning examples/reverse_text/prepare.py --out runs/demo-data
 fi
 bash examples/pretrain_rl.sh examples/reverse_text/rl.toml "$@" $mode

