@@ -110,25 +110,16 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigError(f"{message} ({self.prog} --help)")
 
 
-def _rl(config: RLConfig, options: argparse.Namespace, words: list[str]) -> None:
+def _train(config: RLConfig | SftRunConfig, options: argparse.Namespace, words: list[str]) -> None:
     from rich.console import Console
 
     if "RANK" in os.environ:
-        from megatron_rl.launch import torchrun
-
-        torchrun.main(config, words, Console())
+        from megatron_rl.launch.torchrun import main
+    elif isinstance(config, SftRunConfig):
+        from megatron_rl.launch.sft import main
     else:
-        from megatron_rl.launch import local
-
-        local.main(config, words, Console())
-
-
-def _sft(config: SftRunConfig, options: argparse.Namespace, words: list[str]) -> None:
-    from rich.console import Console
-
-    from megatron_rl.launch import sft
-
-    sft.main(config, words, Console())
+        from megatron_rl.launch.local import main
+    main(config, words, Console())
 
 
 def _eval(config: EvalRunConfig, options: argparse.Namespace, words: list[str]) -> None:
@@ -172,7 +163,7 @@ SUBCOMMANDS = {
         Subcommand(
             "rl",
             "Reinforcement learning, everything on this machine: engines, trainer ranks, orchestrator.",
-            _rl,
+            _train,
             RLConfig,
             "Starts one vLLM server per inference.engines, the trainer ranks of [trainer.parallel] and one orchestrator, watches them "
             "and ends them together. With an [sft] table the warm-up trains while the engines start. Under torchrun every rank becomes "
@@ -189,7 +180,7 @@ SUBCOMMANDS = {
         Subcommand(
             "sft",
             "Supervised fine-tuning on JSONL conversations.",
-            _sft,
+            _train,
             SftRunConfig,
             "Trains on assistant tokens of packed conversations and exports the result as a Hugging Face directory, <run>/hf/sft.",
             ("megatron-rl sft @ sft.toml", "megatron-rl sft @ sft.toml --sft.steps 200 --trainer.parallel.data-parallel 2"),

@@ -1,6 +1,5 @@
 """`megatron-rl sft`: trainer ranks only."""
 
-import os
 import time
 from collections.abc import Sequence
 
@@ -15,12 +14,7 @@ from megatron_rl.launch.processes import Supervisor
 
 
 def main(config: SftRunConfig, command: Sequence[str], console: Console) -> None:
-    """The whole run on this machine; under torchrun, this rank of it."""
-    if "RANK" in os.environ:
-        from megatron_rl.launch import trainer_process
-
-        trainer_process.main(config, "sft", None)
-        return
+    """The whole run on this machine."""
     clock = summary.Clock()
     preflight.check(config)
     run = run_dir.open_run(config, config.run, config.resume, command)

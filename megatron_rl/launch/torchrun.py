@@ -1,4 +1,4 @@
-"""`torchrun ... megatron-rl rl`: every rank becomes a trainer rank; rank 0 also starts a process that runs all the rest.
+"""`torchrun ... megatron-rl rl` (or sft): every rank becomes a trainer rank; of rl, rank 0 also starts a process that runs all the rest.
 
 That process (`services`) starts the engines and the orchestrator and ends with rank 0, whose pipe it reads; rank 0 ends when it does.
 """
@@ -17,7 +17,7 @@ from typing import Any
 
 from rich.console import Console
 
-from megatron_rl.config.run import RLConfig
+from megatron_rl.config.run import RLConfig, SftRunConfig
 from megatron_rl.launch import preflight, run_dir
 from megatron_rl.launch.commands import TOKEN, module, run_environment
 from megatron_rl.launch.ports import free_ports
@@ -27,7 +27,7 @@ SHARE_TIMEOUT_S = 300
 """How long ranks wait for rank 0's word where everything is."""
 
 
-def main(config: RLConfig, command: Sequence[str], console: Console) -> None:
+def main(config: RLConfig | SftRunConfig, command: Sequence[str], console: Console) -> None:
     """This rank, to the end of the run."""
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     services = None
@@ -38,22 +38,22 @@ def main(config: RLConfig, command: Sequence[str], console: Console) -> None:
         config = config.model_copy(update={"trainer": config.trainer.model_copy(update={"parallel": layout})})
         run = run_dir.open_run(config, config.run, config.resume, command)
         shared = _share(_meeting(run.path, run.resolved, config))
-        services = None if config.trainer.replay else Services(shared)
+        services = Services(shared) if isinstance(config, RLConfig) and not config.trainer.replay else None
         console.print(f"run directory {run.path}, attempt {run.attempt}; logs in {run.logs}", highlight=False, soft_wrap=True)
     else:
         shared = _share(None)
     os.environ.update(run_environment() | {TOKEN: shared["token"]})
     _write_to(Path(shared["logs"]) / f"trainer_{rank}.log")
-    _train(shared, services)
+    _train(type(config), shared, services)
     if services is not None:
         services.finish()
 
 
-def _meeting(path: Path, resolved: Path, config: RLConfig) -> dict[str, Any]:
+def _meeting(path: Path, resolved: Path, config: RLConfig | SftRunConfig) -> dict[str, Any]:
     """What every rank must know."""
     host = "127.0.0.1" if os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"] else os.environ["MASTER_ADDR"]
     batches, port = free_ports(2, "0.0.0.0" if host != "127.0.0.1" else host)
-    zmq = config.orchestrator.batch_transport == "zmq"
+    zmq = isinstance(config, RLConfig) and config.orchestrator.batch_transport == "zmq"
     return {
         "token": secrets.token_hex(16),
         "resolved": str(resolved.resolve()),
@@ -76,19 +76,20 @@ def _share(mine: dict[str, Any] | None) -> dict[str, Any]:
     return json.loads(place.get("run"))
 
 
-def _train(shared: dict[str, Any], services: "Services | None") -> None:
+def _train(kind: type[RLConfig | SftRunConfig], shared: dict[str, Any], services: "Services | None") -> None:
     from megatron_rl.config.load import load
     from megatron_rl.launch import trainer_process
 
-    config = load(RLConfig, ["--config", shared["resolved"]]).config
+    config = load(kind, ["--config", shared["resolved"]]).config
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"  # ours, on a port of its own
     os.environ["MASTER_PORT"] = str(shared["port"])
     world = trainer_process.join(config)
-    if config.warms_up:
+    if isinstance(config, SftRunConfig) or config.warms_up:
         trainer_process.warm_up(config, world)
     if services is not None:
         services.tell("rl")
-    trainer_process.train(config, world, shared["batches"])
+    if isinstance(config, RLConfig):
+        trainer_process.train(config, world, shared["batches"])
     world.shutdown()
 
 

@@ -68,6 +68,16 @@ def test_a_dry_run_prints_config_and_placement_and_touches_nothing(place, capsys
     assert [path for path in sorted(place.rglob("*")) if "__pycache__" not in path.parts] == before
 
 
+def test_ranks_of_torchrun_refuse_a_used_directory_whatever_they_train(place, monkeypatch, capsys):
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    (place / "sft.toml").write_text('run.name = "used"\nmodel = { path = "model", context = 64 }\nsft.data = "rows.jsonl"\n')
+    (place / "runs" / "used" / "configs").mkdir(parents=True)
+    for words in (["sft", "@", "sft.toml"], ["rl", "@", "rl.toml", "--run.name", "used"]):
+        assert cli.main(words) == 2
+        assert capsys.readouterr().err.startswith("error: run.name: runs/used holds an earlier run")
+
+
 def test_a_dry_run_tells_the_problems_too(place, capsys):
     assert cli.main(["rl", "@", "rl.toml", "--dry-run", "--model.path", "gone"]) == 2
     assert capsys.readouterr().err.startswith("error: model.path: gone is not a directory")
