@@ -1,6 +1,6 @@
 """What a whole run is: the top-level tables of rl and sft configs."""
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from megatron_rl.config.base import Table
 from megatron_rl.config.inference import InferenceConfig
@@ -31,6 +31,12 @@ class ResumeConfig(Table):
 
     enabled: bool = False
     dir: str | None = None
+
+    @model_validator(mode="after")
+    def _used(self) -> "ResumeConfig":
+        if self.dir is not None and not self.enabled:
+            raise ValueError(f"dir = {self.dir!r} without enabled = true would start afresh; set both, or neither")
+        return self
 
 
 class RLConfig(Table):

@@ -44,7 +44,7 @@ class EngineClient:
                 versions=[(int(span["version"]), span["start"], span["end"]) for span in choice["weight_versions"] or []],
             )
         except (LookupError, TypeError, ValueError) as error:
-            raise EngineError(f"{self}: unexpected answer to generate ({type(error).__name__}: {error}): {answer}") from error
+            raise EngineError(f"{self}: unexpected answer to generate ({type(error).__name__}: {error}): {answer!s:.500}") from error
         if completion.finish_reason not in ("stop", "length"):
             raise EngineError(f"{self}: generate ended with {completion.finish_reason!r} after {len(completion.token_ids)} tokens")
         if len(completion.logprobs) != len(completion.token_ids):

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from megatron_rl.config.base import ConfigError, Table
-from megatron_rl.config.run import ResumeConfig, RunConfig, SftRunConfig
+from megatron_rl.config.base import ConfigError
+from megatron_rl.config.run import EvalRunConfig, ResumeConfig, RLConfig, RunConfig, SftRunConfig
 from megatron_rl.transports.atomic import write_atomic
 
 DIRECTORIES = ("configs", "logs", "checkpoints", "weights", "batches", "exchange", "traces", "plots", "hf", "eval")
@@ -111,10 +111,10 @@ def problems(run: RunConfig, resume: ResumeConfig) -> list[str]:
     return found
 
 
-def open_run(config: Table, run: RunConfig, resume: ResumeConfig, command: Sequence[str]) -> RunDir:
+def open_run(config: RLConfig | SftRunConfig | EvalRunConfig, run: RunConfig, resume: ResumeConfig, command: Sequence[str]) -> RunDir:
     """Take the directory for this process: clean or roll back as asked, make a new attempt, write what it runs with.
 
-    In resolved.json `resume.dir` is the very checkpoint to go on from.
+    In resolved.json `resume.dir` is the very checkpoint to go on from, and `run.clean` is off: whoever runs it again must ask again.
     """
     found = problems(run, resume)
     if found:
@@ -125,6 +125,7 @@ def open_run(config: Table, run: RunConfig, resume: ResumeConfig, command: Seque
     if run.clean:
         for name in OWNED:
             _delete(path / name)
+    config = config.model_copy(update={"run": run.model_copy(update={"clean": False})})
     start = start_checkpoint(run, resume)
     if start is not None:
         # every process of this attempt must find this one, also when a later one exists by then

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from jinja2 import TemplateError
 
 from megatron_rl.config.base import ConfigError
 from megatron_rl.transports.batches.records import TrainingSample
@@ -52,6 +53,8 @@ def row_messages(row: Any) -> list[dict[str, str]]:
     for i, message in enumerate(messages):
         if not (isinstance(message, dict) and isinstance(message.get("role"), str) and isinstance(message.get("content"), str)):
             raise ValueError(f"messages[{i}] must have a string role and a string content")
+    if messages[0]["role"] == "assistant":
+        raise ValueError("messages[0] is the assistant's: its tokens would have no prompt; start with another role")
     if not any(message["role"] == "assistant" for message in messages):
         raise ValueError("no assistant message: nothing to train on")
     return messages
@@ -80,4 +83,8 @@ def render(messages: list[dict[str, str]], tokenizer: Any) -> tuple[list[int], l
 
 
 def template_ids(messages: list[dict[str, str]], tokenizer: Any, add_generation_prompt: bool) -> list[int]:
-    return list(tokenizer.apply_chat_template(messages, add_generation_prompt=add_generation_prompt, tokenize=True, return_dict=False))
+    """ValueError says why the chat template refuses these messages (roles that do not alternate, say)."""
+    try:
+        return list(tokenizer.apply_chat_template(messages, add_generation_prompt=add_generation_prompt, tokenize=True, return_dict=False))
+    except TemplateError as error:
+        raise ValueError(f"the chat template refuses it: {error}") from error

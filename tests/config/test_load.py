@@ -112,6 +112,13 @@ def test_shorthands(files):
     assert load(RLConfig, ["@", "base.toml", "--dry-run"]).dry_run
 
 
+def test_a_checkpoint_named_but_not_to_be_used_is_refused(files):
+    files("fork.toml", '[resume]\ndir = "runs/other"\n')
+    assert problems("@", "base.toml", "@", "fork.toml") == [
+        "resume: dir = 'runs/other' without enabled = true would start afresh; set both, or neither (fork.toml)"
+    ]
+
+
 def test_a_table_given_in_part_keeps_the_defaults_of_its_place(files):
     files("over.toml", '[sft]\ndata = "rows.jsonl"\noptim = { weight_decay = 0.5 }\n[eval.sampling]\nmax_tokens = 8\n')
     config = resolve("@", "over.toml")

@@ -63,6 +63,7 @@ def test_clean_deletes_what_a_run_wrote_and_nothing_else(run):
     (opened.path / "notes.txt").write_text("mine")
     again = start(run.model_copy(update={"clean": True}))
     assert again.attempt == 1
+    assert json.loads(again.resolved.read_text())["run"]["clean"] is False  # to run resolved.json again deletes nothing
     assert sorted(path.name for path in again.path.iterdir()) == [".lock", "configs", "logs", "notes.txt"]
 
 

@@ -12,6 +12,7 @@ from megatron_rl.trainer.conversations import load_samples, render
 from megatron_rl.trainer.sft import draw
 
 TEMPLATE = (
+    "{% if messages[0].role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
     "{% for m in messages %}{{ '<' + m.role[0] + '>' + m.content + '.' + '\n' }}{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
 )
 
@@ -49,13 +50,16 @@ def test_every_bad_row_is_named_by_file_and_line(tokenizer, tmp_path):
         json.dumps({"messages": [{"role": "user", "content": "a"}]}),
         json.dumps({"messages": [{"role": "assistant", "content": 3}]}),
         json.dumps({"prompt": "a" * 60, "completion": "b"}),
+        json.dumps({"messages": [{"role": "assistant", "content": "b"}]}),
+        json.dumps({"messages": [{"role": "tool", "content": "a"}, {"role": "assistant", "content": "b"}]}),
     ]
     path.write_text("\n".join(rows))
     with pytest.raises(ConfigError) as caught:
         load_samples(path, tokenizer, context=40)
     lines = caught.value.problems
-    assert [line.split(": ")[0] for line in lines] == [f"{path}:{n}" for n in (2, 3, 4, 5)]
+    assert [line.split(": ")[0] for line in lines] == [f"{path}:{n}" for n in (2, 3, 4, 5, 6, 7)]
     assert "no assistant message" in lines[1] and "messages[0] must have" in lines[2] and "do not fit model.context = 40" in lines[3]
+    assert "messages[0] is the assistant's" in lines[4] and "the chat template refuses it: no tools" in lines[5]
 
 
 def test_rows_become_cross_entropy_samples(tokenizer, tmp_path):
