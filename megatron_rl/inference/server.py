@@ -19,6 +19,7 @@ from megatron_rl.config.inference import InferenceConfig
 from megatron_rl.config.model import ModelConfig
 from megatron_rl.config.run import EvalRunConfig, RLConfig
 from megatron_rl.inference.guard import TOKEN_VARIABLE, WATCHER_VARIABLE
+from megatron_rl.platform.parent_death import die_with_parent
 
 MODULE = "vllm.entrypoints.openai.api_server"
 CPU_BATCHED_TOKENS = 4096
@@ -155,7 +156,7 @@ def _device_type() -> str:
 def _watch(line: list[str], variables: dict[str, str], log: Path | None, name: str) -> int:
     output = open(log, "ab") if log is not None else None  # noqa: SIM115 - held by the child until it ends
     variables = variables | {WATCHER_VARIABLE: str(os.getpid())}
-    server = subprocess.Popen(line, env=variables, stdout=output, stderr=output, preexec_fn=_die_with_parent())
+    server = subprocess.Popen(line, env=variables, stdout=output, stderr=output, preexec_fn=die_with_parent())
     asked_to_end = False
 
     def end(signum: int, _: Any) -> None:
@@ -171,13 +172,6 @@ def _watch(line: list[str], variables: dict[str, str], log: Path | None, name: s
     reason = f": {last_error(log)}" if log is not None else ""
     print(f"{name}: the vLLM server ended with exit code {code}{reason}", file=sys.stderr, flush=True)
     return 2 if code == 2 else 1
-
-
-def _die_with_parent() -> Any:
-    import ctypes
-
-    prctl = ctypes.CDLL(None).prctl
-    return lambda: prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 def last_error(log: Path) -> str:

@@ -1,30 +1,14 @@
 """The processes of a run, also those that its children started: finding them all and ending them all."""
 
-import ctypes
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 MARKER = "MEGATRON_RL_RUN"
 """Environment variable that every process of a run inherits."""
-PR_SET_PDEATHSIG = 1
-
-_libc = ctypes.CDLL(None, use_errno=True)
-
-
-def die_with_parent(sig: int = signal.SIGKILL) -> Callable[[], None]:
-    """For `Popen(preexec_fn=...)`: the kernel sends `sig` to the child when the thread that starts it ends."""
-    parent = os.getpid()
-
-    def set_death_signal() -> None:
-        _libc.prctl(PR_SET_PDEATHSIG, sig)
-        if os.getppid() != parent:  # it ended in between
-            os._exit(1)
-
-    return set_death_signal
 
 
 @dataclass(frozen=True)

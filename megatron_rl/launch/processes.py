@@ -13,7 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from megatron_rl.launch.process_groups import MARKER, RunProcesses, die_with_parent, processes
+from megatron_rl.launch.process_groups import MARKER, RunProcesses, processes
+from megatron_rl.platform.parent_death import die_with_parent
 
 GRACE_S = 10.0
 TICK_S = 0.5

@@ -21,7 +21,7 @@ from megatron_rl.config.run import RLConfig, SftRunConfig
 from megatron_rl.launch import preflight, run_dir
 from megatron_rl.launch.commands import TOKEN, module, run_environment
 from megatron_rl.launch.ports import free_ports
-from megatron_rl.launch.process_groups import die_with_parent
+from megatron_rl.platform.parent_death import die_with_parent
 
 SHARE_TIMEOUT_S = 300
 """How long ranks wait for rank 0's word where everything is."""

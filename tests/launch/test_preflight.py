@@ -154,7 +154,7 @@ def test_a_port_in_use_is_named(place):
         taken.listen()
         port = taken.getsockname()[1]
         assert problems("--inference.port", str(port)) == [
-            f"inference.port = {port}: 127.0.0.1:{port} (engine 0) is in use; give another, or 0 for free ones"
+            f"inference.port: 127.0.0.1:{port} cannot be listened on: Address already in use; give another port, or 0 (engine 0)"
         ]
 
 
