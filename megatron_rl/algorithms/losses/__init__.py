@@ -1,10 +1,10 @@
 """Policy losses by name. A new loss is one file with a factory `build(**options) -> Loss`, and one row here."""
 
-import inspect
 from collections.abc import Callable
 
 import torch
 
+from megatron_rl.algorithms import factories
 from megatron_rl.algorithms.losses import ipo
 
 Loss = Callable[..., tuple[torch.Tensor, dict[str, torch.Tensor]]]
@@ -19,10 +19,4 @@ LOSSES: dict[str, Callable[..., Loss]] = {"ipo": ipo.build}
 
 def build_loss(name: str, **options: float) -> Loss:
     """The loss `name` with its options. ValueError names an unknown loss or option and the known ones."""
-    if name not in LOSSES:
-        raise ValueError(f"unknown loss {name!r}; known: {', '.join(sorted(LOSSES))}")
-    known = inspect.signature(LOSSES[name]).parameters
-    for option in options:
-        if option not in known:
-            raise ValueError(f"loss {name!r} has no option {option!r}; it has: {', '.join(known)}")
-    return LOSSES[name](**options)
+    return factories.build("loss", LOSSES, name, options)
