@@ -9,7 +9,7 @@ from typing import Any
 from megatron_rl.launch import metrics_file
 from megatron_rl.transports.atomic import write_atomic
 
-PHASES = ("setup", "engine_start", "sft", "rl", "eval", "export")
+PHASES = ("setup", "engine_start", "sft", "rl", "eval")
 
 
 @dataclass
@@ -33,11 +33,10 @@ def summarize(run_dir: Path, clock: Clock) -> dict[str, Any]:
     steps, evals = metrics_file.read(run_dir / "metrics.jsonl")
     scores = [score for line in evals if (score := metrics_file.exact_match(line)) is not None]
     phases = dict(clock.seconds)
-    for phase, lines in (("eval", evals), ("export", steps)):
-        spent = sum(line.get(f"time/{phase}", 0.0) for line in lines)
-        if spent:
-            phases[phase] = spent
-            phases["rl"] = max(0.0, phases.get("rl", spent) - spent)
+    spent = sum(line.get("time/eval", 0.0) for line in evals)
+    if spent:
+        phases["eval"] = spent
+        phases["rl"] = max(0.0, phases.get("rl", spent) - spent)
     summary: dict[str, Any] = {"eval_before": scores[0], "eval_after": scores[-1]} if scores else {}
     summary["steps"] = steps[-1]["step"] if steps else 0
     summary["wall_seconds"] = round(clock.wall, 3)

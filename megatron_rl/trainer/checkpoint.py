@@ -20,8 +20,8 @@ LAYOUT = 1
 """Version of what a checkpoint holds; another one is refused."""
 
 
-def save(run_dir: Path, step: int, optimizer: Optimizer, orchestrator_state: bytes, keep_last: int) -> Path:
-    """Save the state after `step` on all ranks (collective), then drop all but the last `keep_last` complete checkpoints."""
+def save(run_dir: Path, step: int, optimizer: Optimizer, orchestrator_state: bytes) -> None:
+    """Write the state after `step` on all ranks (collective). It does not count before `complete`."""
     final = run_dir / "checkpoints" / f"step_{step}"
     partial = final.with_name(final.name + ".partial")
     if dist.get_rank() == 0:
@@ -36,14 +36,16 @@ def save(run_dir: Path, step: int, optimizer: Optimizer, orchestrator_state: byt
         (partial / "orchestrator").mkdir()
         write_atomic(partial / "orchestrator" / "state.msgpack", orchestrator_state)
         os.rename(partial, final)
-        write_atomic(final / "COMPLETE", f"{step}\n".encode())
         fsync_path(final.parent)
-        for old in complete_steps(run_dir)[:-keep_last]:
-            directory = run_dir / "checkpoints" / f"step_{old}"
-            (directory / "COMPLETE").unlink()  # first: half deleted, it must not count
-            shutil.rmtree(directory)
-    dist.barrier()
-    return final
+
+
+def complete(run_dir: Path, step: int, keep_last: int) -> None:
+    """Let the checkpoint of `step` count, once all else of the step is on disk, and drop all but the `keep_last` newest (on rank 0)."""
+    write_atomic(run_dir / "checkpoints" / f"step_{step}" / "COMPLETE", f"{step}\n".encode())
+    for old in complete_steps(run_dir)[:-keep_last]:
+        directory = run_dir / "checkpoints" / f"step_{old}"
+        (directory / "COMPLETE").unlink()  # first: half deleted, it must not count
+        shutil.rmtree(directory)
 
 
 def due(step: int, last: int, interval: int | None) -> bool:

@@ -1,4 +1,4 @@
-"""Megatron's AdamW (FP32 master weights, states sharded over data parallel) behind five verbs."""
+"""Megatron's AdamW (FP32 master weights, states sharded over data parallel) behind three verbs."""
 
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
@@ -54,7 +54,3 @@ class Optimizer:
             clip_grad_by_total_norm_fp32(self.megatron.get_parameters(), self.config.clip_grad, gradient_norm)
         self.megatron.step_with_ready_grads()
         return lr
-
-    def sync_from_model(self) -> None:
-        """After weights were loaded into the model: the FP32 masters follow them."""
-        self.megatron.reload_model_params()

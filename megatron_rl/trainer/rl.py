@@ -33,8 +33,7 @@ def main(config: RLConfig, world: World, batches: BatchClient, resume_from: Path
     publish(session, sender, session.start)
     for step in range(session.start + 1, trainer.steps + 1):
         run_step(config, session, rl_loss, batches, sender, step)
-    if session.start >= trainer.steps:  # resumed from the last step
-        session.save_hf(run_dir / "hf" / f"step_{trainer.steps}")
+    session.save_hf(run_dir / "hf" / f"step_{trainer.steps}")
 
 
 def run_step(config: RLConfig, session: Session, rl_loss: Loss, batches: BatchClient, sender: FilesystemSender | None, step: int) -> None:
@@ -47,13 +46,10 @@ def run_step(config: RLConfig, session: Session, rl_loss: Loss, batches: BatchCl
     clock.append(time.perf_counter())
     publish(session, sender, step)
     clock.append(time.perf_counter())
-    if checkpoint.due(step, trainer.steps, trainer.checkpoint.interval):
-        checkpoint.save(run_dir, step, session.optimizer, batch.orchestrator_state, trainer.checkpoint.keep_last)
+    saves = checkpoint.due(step, trainer.steps, trainer.checkpoint.interval)
+    if saves:
+        checkpoint.save(run_dir, step, session.optimizer, batch.orchestrator_state)
         metrics["time/checkpoint"] = time.perf_counter() - clock[-1]
-    if step == trainer.steps:
-        exporting = time.perf_counter()
-        session.save_hf(run_dir / "hf" / f"step_{step}")
-        metrics["time/export"] = time.perf_counter() - exporting
     if world.rank == 0:
         line = {
             "step": step,
@@ -65,6 +61,8 @@ def run_step(config: RLConfig, session: Session, rl_loss: Loss, batches: BatchCl
             "time/step": time.perf_counter() - clock[0],
         }
         append_line(run_dir / "metrics.jsonl", json.dumps(line, allow_nan=False))
+        if saves:  # after the line: a run resumed from this step has it
+            checkpoint.complete(run_dir, step, trainer.checkpoint.keep_last)
 
 
 def publish(session: Session, sender: FilesystemSender | None, version: int) -> None:

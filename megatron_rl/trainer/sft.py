@@ -32,11 +32,14 @@ def main(config: RLConfig | SftRunConfig, world: World, resume_from: Path | None
         started = time.perf_counter()
         batch = step_batch(samples, sft, step, trainer.micro_batch_tokens, world.data_size)
         metrics = train_step(session.policy, session.optimizer, rl_loss, batch.slice(world.data_rank, world.data_size), world)
-        if isinstance(config, SftRunConfig) and checkpoint.due(step, sft.steps, trainer.checkpoint.interval):
-            checkpoint.save(run_dir, step, session.optimizer, b"", trainer.checkpoint.keep_last)
+        saves = isinstance(config, SftRunConfig) and checkpoint.due(step, sft.steps, trainer.checkpoint.interval)
+        if saves:
+            checkpoint.save(run_dir, step, session.optimizer, b"")
         if world.rank == 0:
-            line = {"step": step, **batch.metrics, **metrics, "time/step": time.perf_counter() - started}
+            line = {"step": step, **metrics, "time/step": time.perf_counter() - started}
             append_line(run_dir / "sft_metrics.jsonl", json.dumps(line, allow_nan=False))
+            if saves:  # after the line: a run resumed from this step has it
+                checkpoint.complete(run_dir, step, trainer.checkpoint.keep_last)
     session.save_hf(run_dir / "hf" / "sft")
 
 

@@ -41,7 +41,8 @@ COMPONENTS = ("rl", "ce")
 class TrainingSample:
     """One token sequence to train on. `streams` holds arrays of shape [tokens], by the names of STREAMS.
 
-    token_ids is required. An absent rl_weights means 1 on the loss mask; any other absent stream means its pad value.
+    token_ids is required. An absent rl_weights means 1; any other absent stream means its pad value. rl_weights count on the
+    loss mask only. The first token has nothing before it that predicts it: ValueError if it is to be trained on.
     """
 
     sample_id: str
@@ -50,17 +51,16 @@ class TrainingSample:
 
     def __post_init__(self) -> None:
         n = len(self.streams["token_ids"])
+        self.streams.setdefault("rl_weights", np.ones(n))
         for row in STREAMS:
             given = self.streams.get(row.name)
-            if given is None and row.name == "rl_weights":
-                given = self.stream("loss_mask")
             array = np.full(n, row.pad, row.dtype) if given is None else np.ascontiguousarray(given, row.dtype)
             if array.shape != (n,):
                 raise ValueError(f"sample {self.sample_id}: stream {row.name} has shape {array.shape}, token_ids has ({n},)")
             self.streams[row.name] = array
-
-    def stream(self, name: str) -> np.ndarray:
-        return self.streams.get(name, np.zeros(len(self.streams["token_ids"])))
+        self.streams["rl_weights"] = self.streams["rl_weights"] * self.streams["loss_mask"]
+        if any(self.streams[f"{component}_weights"][0] for component in COMPONENTS):
+            raise ValueError(f"sample {self.sample_id}: its first token can't be trained on, nothing predicts it")
 
     def __len__(self) -> int:
         return len(self.streams["token_ids"])

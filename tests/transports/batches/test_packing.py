@@ -9,8 +9,10 @@ from megatron_rl.transports.batches.records import STREAMS, TrainingSample
 
 
 def sample(name, tokens, first=0, **streams):
+    """The first token of a sample is never sampled; of the others, two of three are."""
     ids = np.arange(first, first + tokens)
-    return TrainingSample(name, name, {"token_ids": ids, "loss_mask": ids % 3 != 0, "advantages": ids * 0.5, **streams})
+    mask = (ids % 3 != 0) & (ids > first)
+    return TrainingSample(name, name, {"token_ids": ids, "loss_mask": mask, "advantages": ids * 0.5, **streams})
 
 
 def samples(seed, n=40, longest=100):
@@ -61,7 +63,7 @@ def test_first_fit_decreasing_is_within_its_bound_of_the_least_possible(seed):
 
 def test_denominators_do_not_depend_on_the_packing():
     given = samples(1)
-    expected = {"rl": float(sum(int((s.streams["token_ids"] % 3 != 0).sum()) for s in given))}
+    expected = {"rl": float(sum(int((s.streams["token_ids"][1:] % 3 != 0).sum()) for s in given))}
     for capacity, ranks, keep_order in ((100, 1, False), (128, 4, True), (4096, 3, False)):
         packed = pack(given, 1, 0, capacity=capacity, data_parallel=ranks, keep_order=keep_order)
         assert all(m.denominators == expected for m in packed)
@@ -69,12 +71,26 @@ def test_denominators_do_not_depend_on_the_packing():
 
 
 def test_denominators_are_float64_sums_of_weights_and_a_component_without_weight_is_absent():
-    tiny = np.full(3, 1e-8, np.float32)
-    given = [sample("a", 3, rl_weights=[1e8, 0, 0], ce_weights=tiny), sample("b", 3, rl_weights=tiny)]
+    tiny, sampled = np.array([0, 1e-8, 1e-8], np.float32), [False, True, True]
+    given = [
+        sample("a", 3, loss_mask=sampled, rl_weights=[0, 1e8, 0], ce_weights=tiny),
+        sample("b", 3, loss_mask=sampled, rl_weights=tiny),
+    ]
     (m,) = pack(given, 1, 0, capacity=10, data_parallel=1)
-    assert m.denominators == {"rl": 1e8 + 3 * float(tiny[0]), "ce": 3 * float(tiny[0])}
+    assert m.denominators == {"rl": 1e8 + 2 * float(tiny[1]), "ce": 2 * float(tiny[1])}
     (m,) = pack([sample("a", 3, loss_mask=[False] * 3)], 1, 0, capacity=10, data_parallel=1)
     assert m.denominators == {}
+
+
+def test_weights_count_on_sampled_tokens_only():
+    (m,) = pack([sample("a", 3, loss_mask=[False, True, False], rl_weights=[5, 6, 7])], 1, 0, capacity=10, data_parallel=1)
+    assert m.streams["rl_weights"].tolist() == [0, 6, 0] and m.denominators == {"rl": 6}
+
+
+@pytest.mark.parametrize("streams", [{"loss_mask": [True, False]}, {"ce_weights": [1, 0]}])
+def test_a_first_token_can_not_be_trained_on(streams):
+    with pytest.raises(ValueError, match="sample a: its first token can't be trained on"):
+        sample("a", 2, **streams)
 
 
 def test_the_order_of_dispatch_is_kept_on_request():
