@@ -87,8 +87,9 @@ class ReasoningGym(Environment):
 
     def _item(self, item: int) -> dict[str, Any]:
         part, offset = divmod(item, self.options.size) if self._bounded else (0, item)
+        dataset = self._dataset(part)
         try:
-            return self._dataset(part)[offset]
+            return dataset[offset]
         except Exception as error:  # 106 generators, each with its own way to fail
             raise ConfigError(
                 f"reasoning_gym task {self.options.task!r} can't generate item {item} with these settings: {type(error).__name__}: {error}"

@@ -1,5 +1,6 @@
 """The vLLM engines of a run, from their start until they answer."""
 
+import http.client
 import time
 import urllib.error
 import urllib.request
@@ -61,5 +62,5 @@ def answers(address: str) -> bool:
     try:
         with urllib.request.urlopen(address, timeout=0.5) as answer:
             return answer.status == 200
-    except (urllib.error.URLError, OSError):
+    except (urllib.error.URLError, http.client.HTTPException, OSError):
         return False
