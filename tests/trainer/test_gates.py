@@ -23,5 +23,5 @@ def test_a_lost_or_doubled_micro_batch_is_found_by_its_weights():
     for counted in (3.0, 7.0):
         with pytest.raises(RuntimeError, match=rf"step 7: the ranks hold rl weights of {counted:.6f} in sum, the batch declares 5.000000"):
             check_denominators({"rl_weight": counted, "ce_weight": 0.0}, batch)
-    with pytest.raises(RuntimeError, match="ce weights of 1.000000"):
+    with pytest.raises(RuntimeError, match=r"ce weights of 1\.000000"):
         check_denominators({"rl_weight": 5.0, "ce_weight": 1.0}, batch)
