@@ -152,6 +152,7 @@ LAUNCHER = """
     import signal, sys
     from pathlib import Path
     from megatron_rl.launch.processes import Supervisor
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the tests run in the background
     sleep = [sys.executable, "-c", "import time; time.sleep(600)"]
     grandchild = f"import subprocess; p = subprocess.Popen({sleep!r}); print(p.pid, flush=True); p.wait()"
     with Supervisor(Path(sys.argv[1])) as supervisor:

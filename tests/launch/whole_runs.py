@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import string
 import subprocess
 import sys
@@ -110,6 +111,7 @@ class Launch:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env={**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"},
+                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # ignored where the tests run in the background
             )
 
     @property
