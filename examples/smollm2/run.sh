@@ -4,7 +4,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 python=.venv/bin/python
-[ -x "$python" ] || { echo "error: no .venv; run make venv" >&2; exit 2; }
+[ -x "$python" ] || make venv
 export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-PASSIVE}   # threads that wait must not hold a core: trainer and engine share them
 
 mode=--clean
