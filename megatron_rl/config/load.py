@@ -97,11 +97,11 @@ def _literal(text: str, field: Any) -> Any:
         return text
     try:
         return json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         pass
     try:
         value = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):  # also of a number with thousands of digits
         return text
     return value if isinstance(value, bool | int | float | str | list | dict) else text
 
@@ -119,7 +119,7 @@ class _Merge:
 
     def add_file(self, path: Path) -> None:
         try:
-            text = path.read_text()
+            text = path.read_text("utf-8-sig")
             values = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
         except OSError as error:
             self.problems.append(f"{path}: cannot be read: {error.strerror}")
@@ -127,6 +127,8 @@ class _Merge:
             self.problems.append(f"{path}: not UTF-8 text (byte {error.start})")
         except ValueError as error:  # both decoders name line and column
             self.problems.append(f"{path}: {'JSON' if path.suffix == '.json' else 'TOML'} syntax: {error}")
+        except RecursionError:
+            self.problems.append(f"{path}: nested too deeply")
         else:
             if isinstance(values, dict):
                 self.add(values, str(path))
@@ -229,7 +231,7 @@ def with_defaults(table: type[Table], values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _numbered(value: Any) -> bool:
-    return isinstance(value, dict) and bool(value) and all(key.isdigit() for key in value)
+    return isinstance(value, dict) and bool(value) and all(key.isdecimal() for key in value)
 
 
 def _mistyped(table: type[Table], values: dict[str, Any], path: str = "") -> Iterator[tuple[str, str]]:

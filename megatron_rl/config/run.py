@@ -16,7 +16,7 @@ class RunConfig(Table):
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")
     """Of the run and of its directory."""
-    root: str = "runs"
+    root: str = Field(default="runs", min_length=1)
     """Where run directories lie."""
     clean: bool = False
     """Delete what a used run directory holds (`--clean`)."""
@@ -44,7 +44,7 @@ class RLConfig(Table):
 
     run: RunConfig
     model: ModelConfig
-    seed: int = Field(default=0, ge=0)
+    seed: int = Field(default=0, ge=0, le=2**31 - 1)
     deterministic: bool = False
     """Synchronous, a seed per request, fixed submission order, no prefix cache, batches in dispatch order and kept."""
     dump_batches: bool = False
@@ -70,7 +70,7 @@ class SftRunConfig(Table):
 
     run: RunConfig
     model: ModelConfig
-    seed: int = Field(default=0, ge=0)
+    seed: int = Field(default=0, ge=0, le=2**31 - 1)
     sft: SftConfig
     trainer: TrainerConfig = TrainerConfig()
     resume: ResumeConfig = ResumeConfig()
@@ -81,6 +81,6 @@ class EvalRunConfig(Table):
 
     run: RunConfig
     model: ModelConfig
-    seed: int = Field(default=0, ge=0)
+    seed: int = Field(default=0, ge=0, le=2**31 - 1)
     inference: InferenceConfig = InferenceConfig()
     eval: EvalSourcesConfig

@@ -49,7 +49,7 @@ def field_at(table: type[Table], dotted: str) -> FieldInfo | None:
     field: FieldInfo | None = None
     current: type[Table] | None = table
     for part in dotted.replace("-", "_").split("."):
-        if field is not None and part.isdigit() and rows_of(field.annotation):
+        if field is not None and part.isdecimal() and rows_of(field.annotation):
             current, field = rows_of(field.annotation), None
         elif current is not None and part in current.model_fields:
             field = current.model_fields[part]

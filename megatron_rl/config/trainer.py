@@ -107,5 +107,5 @@ class SftConfig(Table):
     """Rows per optimizer step, over all ranks."""
     optim: OptimConfig = OptimConfig(lr=1e-5)
     scheduler: SchedulerConfig = SchedulerConfig(kind="linear")
-    seed: int = 0
+    seed: int = Field(default=0, ge=0)
     """Of the order in which rows are drawn."""

@@ -155,6 +155,10 @@ def test_a_resolved_config_loads_to_itself(files, tmp_path):
         (["--model.dtype", "int8"], "model.dtype = \"int8\": must be 'float32' or 'bfloat16' (command line)"),
         (["--train.group-size", "4", "--train.sampling.temperature", "0"], "source 'one': temperature 0 samples the same answer"),
         (["@", "absent.toml"], "absent.toml: cannot be read: No such file or directory"),
+        (["--train.source.².ratio", "1"], "train.source = "),
+        (["--trainer.steps", "9" * 5000], "must be an integer (command line)"),
+        (["--seed", "1" + "0" * 40], "must be less than or equal to 2147483647 (command line)"),
+        (["--run.root", ""], 'run.root = "": must have at least 1 character (command line)'),
         (["@"], "@: a file name must follow"),
         (["stray"], "'stray': write `@ file.toml` for a config file"),
     ],
@@ -178,6 +182,11 @@ def test_each_mistake_names_its_key_and_the_remedy(files, words, problem):
 def test_mistakes_in_files_name_the_file(files, text, problem):
     files("bad.toml", text)
     assert problem in problems("@", "base.toml", "@", "bad.toml")[0]
+
+
+def test_a_byte_order_mark_is_no_text(files):
+    files("windows.toml", "\ufeffseed = 7\r\n")
+    assert load(RLConfig, ["@", "base.toml", "@", "windows.toml"]).config.seed == 7
 
 
 def test_all_mistakes_are_told_at_once(files):
