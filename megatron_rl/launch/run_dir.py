@@ -88,6 +88,8 @@ def used(path: Path) -> bool:
 def problems(run: RunConfig, resume: ResumeConfig) -> list[str]:
     """Why this run directory can't be used as asked. Reads only."""
     path = Path(run.dir)
+    if blocked := _no_directory(path):
+        return [f"run.root: {blocked}; give another run.root or run.name"]
     found = []
     own = is_own(run, resume)
     holder = lock_holder(path)
@@ -106,9 +108,18 @@ def problems(run: RunConfig, resume: ResumeConfig) -> list[str]:
         elif not run.clean and not (resume.enabled and own):
             what = "it can't be forked into" if resume.enabled else "go on with --resume, start afresh with --clean"
             found.append(f"run.name: {path} holds an earlier run; {what}, or give another run.name")
-    elif path.exists() and not path.is_dir():
-        found.append(f"run.root: {path} is a file; give another run.root or run.name")
     return found
+
+
+def _no_directory(path: Path) -> str | None:
+    """Why `path` neither is a directory nor can become one; None when it can."""
+    try:
+        os.lstat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return _no_directory(path.parent)
+    except OSError as error:  # a name that is too long, a directory that may not be read
+        return f"{path}: {error.strerror}"
+    return None if path.is_dir() else f"{path} is {'a symbolic link to nowhere' if path.is_symlink() else 'a file'}"
 
 
 def open_run(config: RLConfig | SftRunConfig | EvalRunConfig, run: RunConfig, resume: ResumeConfig, command: Sequence[str]) -> RunDir:

@@ -2,6 +2,7 @@
 
 import json
 import multiprocessing
+from pathlib import Path
 
 import pytest
 
@@ -72,6 +73,24 @@ def test_a_directory_that_is_no_run_is_never_cleaned(run, tmp_path):
     with pytest.raises(ConfigError, match="exists and is not a run directory"):
         start(run.model_copy(update={"clean": True}))
     assert (tmp_path / "runs" / "first" / "weights").is_dir()
+
+
+def test_what_cannot_become_a_directory_is_named(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("file").write_text("")
+    Path("nowhere").symlink_to("gone")
+    Path("loop").symlink_to("loop")
+    for root, name, problem in (
+        ("file", "x", "run.root: file is a file; give another"),
+        (".", "file", "run.root: file is a file; give another"),
+        (".", "nowhere", "run.root: nowhere is a symbolic link to nowhere; give another"),
+        ("loop/deeper", "x", "Too many levels of symbolic links; give another"),
+        (".", "a" * 300, "File name too long; give another"),
+    ):
+        found = run_dir.problems(RunConfig(name=name, root=root), FRESH)
+        assert len(found) == 1
+        assert problem in found[0]
+    assert run_dir.problems(RunConfig(name="new", root="new/root"), FRESH) == []
 
 
 def test_a_resume_goes_on_from_the_last_complete_checkpoint(run):
