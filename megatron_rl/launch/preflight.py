@@ -114,29 +114,26 @@ def _environments(config: RLConfig | EvalRunConfig) -> Iterator[str]:
 
 
 def _rows(path: Path) -> Iterator[str]:
-    from megatron_rl.trainer.conversations import row_messages
+    from megatron_rl.trainer.conversations import row_messages, rows
 
     try:
-        lines = path.read_text().splitlines()
+        lines = rows(path)
     except OSError as error:
         yield f"sft.data: {path} cannot be read: {error.strerror}"
         return
     except UnicodeDecodeError as error:
         yield f"sft.data: {path} is not UTF-8 text (byte {error.start})"
         return
-    bad = rows = 0
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        rows += 1
+    bad = 0
+    for number, line in lines:
         try:
             row_messages(json.loads(line))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             bad += 1
             if bad <= SHOWN:
                 what = f"not JSON: {error.msg} (column {error.colno})" if isinstance(error, json.JSONDecodeError) else error
                 yield f"{path}:{number}: {what}"
     if bad > SHOWN:
         yield f"{path}: and {bad - SHOWN} more bad rows"
-    if not rows:
+    if not lines:
         yield f"sft.data: {path} holds no rows"

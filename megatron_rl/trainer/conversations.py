@@ -14,9 +14,7 @@ from megatron_rl.transports.batches.records import TrainingSample
 def load_samples(path: Path, tokenizer: Any, context: int) -> list[TrainingSample]:
     """Every row of the JSONL file, rendered with the chat template. ConfigError lists every bad row by its line."""
     samples, problems = [], []
-    for number, line in enumerate(path.read_text().splitlines(), 1):
-        if not line.strip():
-            continue
+    for number, line in rows(path):
         try:
             tokens, mask = render(row_messages(json.loads(line)), tokenizer)
         except ValueError as error:
@@ -41,6 +39,12 @@ def load_samples(path: Path, tokenizer: Any, context: int) -> list[TrainingSampl
     if not samples:
         raise ConfigError(f"{path}: no rows")
     return samples
+
+
+def rows(path: Path) -> list[tuple[int, str]]:
+    """(number, text) of every line that is not blank. A byte order mark is no text, and U+2028 and the like end no line."""
+    lines = path.read_text("utf-8-sig").split("\n")
+    return [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
 
 
 def row_messages(row: Any) -> list[dict[str, str]]:
