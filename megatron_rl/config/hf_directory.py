@@ -49,7 +49,10 @@ def weight_files(directory: Path) -> list[str]:
     Others may lie beside them (the vendor's own format, adapters). ValueError, in one sentence, when one is missing.
     """
     if (directory / INDEX).is_file():
-        files = sorted(set(read_json(directory / INDEX).get("weight_map", {}).values()))
+        files_of = read_json(directory / INDEX).get("weight_map")
+        if not isinstance(files_of, dict) or not all(isinstance(name, str) for name in files_of.values()):
+            raise ValueError(f"{directory / INDEX} has no weight_map of tensors to files")
+        files = sorted(set(files_of.values()))
         if missing := [name for name in files if not (directory / name).is_file()]:
             raise ValueError(f"{directory} lacks {', '.join(missing)}, which {INDEX} names")
     else:
@@ -61,13 +64,17 @@ def weight_files(directory: Path) -> list[str]:
 
 
 def tensor_shapes(file: Path) -> list[list[int]]:
-    """Of every tensor in a safetensors file, from its header. ValueError, in one sentence, when it is damaged."""
+    """Of every tensor in a safetensors file, from its header. ValueError, in one sentence, when it is damaged or too short for them."""
     with open(file, "rb") as f:
         length = int.from_bytes(f.read(8), "little")
         try:
-            header = json.loads(f.read(length)) if 0 < length <= file.stat().st_size - 8 else None
-            return [entry["shape"] for name, entry in header.items() if name != "__metadata__"]
-        except (ValueError, TypeError, KeyError, AttributeError):
+            data = file.stat().st_size - 8 - length
+            header = json.loads(f.read(length)) if length and data >= 0 else None
+            entries = [entry for name, entry in header.items() if name != "__metadata__"]
+            if any(entry["data_offsets"][1] > data for entry in entries):
+                raise ValueError
+            return [entry["shape"] for entry in entries]
+        except (ValueError, TypeError, KeyError, IndexError, AttributeError):
             raise ValueError(f"{file} is no safetensors file, or was cut short") from None
 
 
@@ -80,6 +87,8 @@ def tokenizer_problems(key: str, path: str, hf_config: dict[str, Any] | None) ->
     if not any((directory / name).is_file() for name in TOKENIZERS):
         yield f"{key}: {path} has no tokenizer ({', '.join(TOKENIZERS)})"
         return
+    if not _has_chat_template(directory):
+        yield f"{key}: the tokenizer of {path} has no chat template; add chat_template.jinja to the directory"
     if not (directory / "tokenizer.json").is_file():
         return
     try:
@@ -90,6 +99,16 @@ def tokenizer_problems(key: str, path: str, hf_config: dict[str, Any] | None) ->
     vocab = text_config(hf_config).get("vocab_size") if hf_config else None
     if isinstance(vocab, int) and largest >= vocab:
         yield f"{key}: {path} has token id {largest}, the model's vocab_size is only {vocab}; use the model's own tokenizer"
+
+
+def _has_chat_template(directory: Path) -> bool:
+    """In a file of its own, or in tokenizer_config.json."""
+    if (directory / "chat_template.jinja").is_file():
+        return True
+    try:
+        return bool(read_json(directory / "tokenizer_config.json").get("chat_template"))
+    except ValueError:
+        return False
 
 
 def text_config(hf_config: dict[str, Any]) -> dict[str, Any]:

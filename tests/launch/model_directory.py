@@ -31,4 +31,5 @@ def write_model(path: Path, tokens: int = 8, **config: object) -> Path:
     vocab = {f"t{i}": i for i in range(tokens)}
     tokenizer = {"version": "1.0", "added_tokens": [], "model": {"type": "WordLevel", "vocab": vocab, "unk_token": "t0"}}
     (path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    (path / "chat_template.jinja").write_text("{% for m in messages %}{{ m['content'] }}{% endfor %}")
     return path

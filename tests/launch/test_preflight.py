@@ -1,5 +1,7 @@
 """What is wrong with a config is told before anything starts, all of it at once; `--dry-run` touches nothing."""
 
+import json
+import os
 import shutil
 import socket
 
@@ -101,6 +103,15 @@ def test_all_problems_are_told_at_once(place):
             lambda model: (model / "model.safetensors.index.json").write_text('{"weight_map": {"a": "model-00002-of-00002.safetensors"}}'),
             "model.path: model lacks model-00002-of-00002.safetensors, which model.safetensors.index.json names",
         ),
+        (
+            lambda model: os.truncate(model / "model.safetensors", (model / "model.safetensors").stat().st_size - 1),
+            "model.path: model/model.safetensors is no safetensors file, or was cut short",
+        ),
+        (
+            lambda model: (model / "model.safetensors.index.json").write_text('{"weight_map": ["a"]}'),
+            "model.path: model/model.safetensors.index.json has no weight_map of tensors to files",
+        ),
+        (lambda model: (model / "chat_template.jinja").unlink(), "model.path: the tokenizer of model has no chat template"),
         (lambda model: (model / "tokenizer.json").unlink(), "model.path: model has no tokenizer (tokenizer.json"),
         (
             lambda model: (shutil.rmtree(model), write_model(model, tokens=9)),
@@ -146,6 +157,14 @@ def test_bad_sft_rows_are_named_by_line(place):
     found = problems("--sft.data", "rows.jsonl")
     assert [problem.split(" ")[0] for problem in found] == ["rows.jsonl:3:", "rows.jsonl:4:"]
     assert "not JSON" in found[0] and "assistant" in found[1]
+
+
+def test_sft_rows_are_lines_and_nothing_else_is(place):
+    row = json.dumps({"prompt": "a\u2028b\x85c", "completion": "d"}, ensure_ascii=False)
+    (place / "rows.jsonl").write_bytes(f"\ufeff{row}\r\n{row}".encode())
+    check("--sft.data", "rows.jsonl")
+    (place / "rows.jsonl").write_text(row + "\n" + "[" * 100_000)
+    assert problems("--sft.data", "rows.jsonl")[0].startswith("rows.jsonl:2: maximum recursion depth exceeded")
 
 
 def test_a_port_in_use_is_named(place):
