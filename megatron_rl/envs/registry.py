@@ -25,7 +25,11 @@ def load_environment(config: EnvConfig) -> Environment:
         env = importlib.import_module(BUILT_IN[config.name]).load(**config.options)
     else:
         env = _load_file(Path(config.path), config.options)
-    if len(env) < 1:
+    try:
+        tasks = len(env)
+    except Exception as error:  # user code may raise anything
+        raise ConfigError(f"environment {name!r}: its __len__ failed: {type(error).__name__}: {error}") from error
+    if tasks < 1:
         raise ConfigError(f"environment {name!r} has no tasks")
     return env
 
@@ -52,14 +56,15 @@ def _load_file(path: Path, options: dict[str, Any]) -> Environment:
         env = load(**options)
     except ConfigError:
         raise
-    except Exception as error:  # user code may raise anything
+    except (Exception, SystemExit) as error:  # user code may raise anything
         raise ConfigError(f"env.path: {_place(error, path)}: {type(error).__name__}: {error}") from error
     if not isinstance(env, Environment):
-        raise ConfigError(f"env.path: load() in {path} returned {type(env).__name__}, not a megatron_rl.envs.protocol.Environment")
+        what = f"the class {env.__name__}" if isinstance(env, type) else type(env).__name__
+        raise ConfigError(f"env.path: load() in {path} returned {what}, not a megatron_rl.envs.protocol.Environment")
     return env
 
 
-def _place(error: Exception, path: Path) -> str:
+def _place(error: BaseException, path: Path) -> str:
     """file:line of the user's file where the error arose."""
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename) == path]
     line = error.lineno if isinstance(error, SyntaxError) else lines[-1] if lines else None

@@ -58,7 +58,7 @@ async def run_episode(
             finish_reason, error = "timeout", f"{where}: no result within {timeout_s:g} s"
     except Overlong as reason:
         finish_reason, error = "overlong", f"{where}: {reason}"
-    except (Exception, asyncio.CancelledError) as reason:  # user code may raise anything
+    except (Exception, SystemExit, asyncio.CancelledError) as reason:  # user code may raise anything
         if isinstance(reason, asyncio.CancelledError) and (ours := asyncio.current_task()) and ours.cancelling():
             raise
         if isinstance(reason, TimeoutError) and deadline.expired():

@@ -1,6 +1,7 @@
 """[[train.source]] and [[eval.source]] -> loaded environments with everything a dispatcher needs."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from megatron_rl.config.base import ConfigError
 from megatron_rl.config.sources import EvalSourcesConfig, SamplingConfig, SourceConfig, TrainSourcesConfig
@@ -29,13 +30,17 @@ class Source:
             task = self.env.task(index)
         except ConfigError:
             raise
-        except Exception as error:  # user code may raise anything
+        except (Exception, SystemExit) as error:  # user code may raise anything
             raise ConfigError(f"{where} can't be made: {type(error).__name__}: {error}") from error
         if not isinstance(task, Task):
             raise ConfigError(f"{where} is a {type(task).__name__}, not a megatron_rl.envs.protocol.Task")
-        if not task.messages or not all(isinstance(m.get(k), str) for m in task.messages for k in ("role", "content")):
+        if not (isinstance(task.messages, list) and task.messages and all(_is_message(m) for m in task.messages)):
             raise ConfigError(f'{where}: messages must be a non-empty list of {{"role": ..., "content": ...}} of text')
         return task
+
+
+def _is_message(message: Any) -> bool:
+    return isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))
 
 
 def load_sources(table: TrainSourcesConfig | EvalSourcesConfig) -> list[Source]:

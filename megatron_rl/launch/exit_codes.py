@@ -15,7 +15,7 @@ def run_process(act: Callable[[], object]) -> int:
         act()
     except ConfigError as error:
         for problem in error.problems:
-            print(f"error: {problem}", file=sys.stderr)
+            print(f"error: {' '.join(problem.split())}", file=sys.stderr)  # what user code says may have many lines
         return 2
     except RunFailed as error:
         print(f"error: {error}", file=sys.stderr)

@@ -16,6 +16,7 @@ class Echo(Environment):
     def task(self, index):
         if index == 9: raise LookupError("row 9 is damaged")
         if index == 8: return "eight"
+        if index == 7: return Task("7", ["say it"])
         return Task(str(index), [{"role": "user", "content": "say it"}] if index else [])
 
 def load(**options): return Echo(**options)
@@ -42,6 +43,13 @@ def test_a_users_file_is_loaded_with_its_options(tmp_path):
         ("def load(**o):\n    return o['words']\n", r"echo.py:2: KeyError: 'words'"),
         ("def load(): return 3\n", r"load\(\) in .*echo.py returned int, not a megatron_rl.envs.protocol.Environment"),
         (ECHO.replace("tasks: int = 10", "tasks: int = 0"), "has no tasks"),
+        (
+            ECHO.replace("return self.tasks", "return self.rows"),
+            "its __len__ failed: AttributeError: 'Echo' object has no attribute 'rows'",
+        ),
+        (ECHO.replace("return self.tasks", "return 2.5"), "its __len__ failed: TypeError"),
+        (ECHO.replace("Echo(**options)", "Echo"), r"echo.py returned the class Echo, not a megatron_rl.envs.protocol.Environment"),
+        ("import sys\nsys.exit(0)\n", "echo.py:2: SystemExit: 0"),
     ],
 )
 def test_what_is_wrong_with_it_is_said_in_one_line(tmp_path, text, message):
@@ -78,7 +86,13 @@ def test_defaults_come_from_the_table(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("index", "message"), [(9, "task 9 of env .*LookupError: row 9 is damaged"), (8, "is a str"), (0, "messages must be a non-empty list")]
+    ("index", "message"),
+    [
+        (9, "task 9 of env .*LookupError: row 9 is damaged"),
+        (8, "is a str"),
+        (7, "messages must be a"),
+        (0, "messages must be a non-empty list"),
+    ],
 )
 def test_a_task_that_cannot_be_made_names_source_and_index(tmp_path, index, message):
     with pytest.raises(ConfigError, match=message) as error:

@@ -148,6 +148,10 @@ def test_an_unusable_reward_is_an_error_that_names_env_and_task(value, cause):
 
 
 def test_exceptions_timeouts_and_silence_of_an_environment():
+    async def exits(task, conversation):
+        await conversation.reply(task.messages)
+        raise SystemExit("no grader")
+
     async def raises(task, conversation):
         await conversation.reply(task.messages)
         raise ValueError("bad data")
@@ -175,6 +179,7 @@ def test_exceptions_timeouts_and_silence_of_an_environment():
         return episode.finish_reason, episode.error.removeprefix("env 'my env', task 't1': ")
 
     assert ends(raises) == ("error", "ValueError: bad data")
+    assert ends(exits) == ("error", "SystemExit: no grader")
     assert ends(hangs, 0.05) == ("timeout", "no result within 0.05 s")
     assert ends(own_timeout) == ("error", "TimeoutError: sandbox")
     assert ends(blocks, 0.05) == ("timeout", "no result within 0.05 s")

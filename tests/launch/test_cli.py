@@ -102,6 +102,15 @@ def test_the_users_mistakes_exit_with_2_and_one_line_each(place, capsys, words, 
     assert lines[0].startswith(error)
 
 
+def test_a_users_error_of_many_lines_is_told_in_one(place, capsys):
+    (place / "echo.py").write_text(
+        (place / "echo.py").read_text().replace("return Task(", 'raise ValueError("one\\n\\n  two"); return Task(')
+    )
+    assert cli.main(["rl", "@", "rl.toml", "--dry-run"]) == 2
+    error = "error: train: source 'echo': task 0 of env 'echo.py' can't be made: ValueError: one two\n"
+    assert capsys.readouterr().err == error
+
+
 def test_our_own_mistakes_exit_with_1_one_line_and_a_traceback(place, monkeypatch, capsys):
     monkeypatch.setattr("megatron_rl.launch.doctor.stack_report", lambda: 1 / 0)
     assert cli.main(["doctor"]) == 1
