@@ -66,6 +66,6 @@ def _load_file(path: Path, options: dict[str, Any]) -> Environment:
 
 def _place(error: BaseException, path: Path) -> str:
     """file:line of the user's file where the error arose."""
-    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename) == path]
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename).resolve() == path.resolve()]
     line = error.lineno if isinstance(error, SyntaxError) else lines[-1] if lines else None
     return f"{path}:{line}" if line else str(path)

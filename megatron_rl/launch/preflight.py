@@ -107,10 +107,15 @@ def _environments(config: RLConfig | EvalRunConfig) -> Iterator[str]:
 
     for name, group in (("train", config.train if isinstance(config, RLConfig) else None), ("eval", config.eval)):
         try:
-            for source in load_sources(group) if group is not None else []:
-                source.task(source.indices[0])
+            sources = load_sources(group) if group is not None else []
         except ConfigError as error:
             yield from (f"{name}: {problem}" for problem in error.problems)
+            continue
+        for source in sources:
+            try:
+                source.task(source.indices[0])
+            except ConfigError as error:
+                yield from (f"{name}: {problem}" for problem in error.problems)
 
 
 def _rows(path: Path) -> Iterator[str]:

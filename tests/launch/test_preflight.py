@@ -167,6 +167,17 @@ def test_sft_rows_are_lines_and_nothing_else_is(place):
     assert problems("--sft.data", "rows.jsonl")[0].startswith("rows.jsonl:2: maximum recursion depth exceeded")
 
 
+def test_every_broken_environment_is_named_with_its_line(place):
+    good = (place / "echo.py").read_text()
+    (place / "echo.py").write_text("x = 1\ny = x / 0\n")
+    assert problems() == ["train: source 'echo': env.path: echo.py:2: ZeroDivisionError: division by zero"]
+    (place / "echo.py").write_text(good.replace("return Task(", "return None, ("))
+    (place / "two.toml").write_text('[[train.source]]\nid = "a"\nenv.path = "echo.py"\n[[train.source]]\nid = "b"\nenv.path = "echo.py"\n')
+    assert [problem.split(" is a ")[0] for problem in problems("@", "two.toml")] == [
+        f"train: source '{name}': task 0 of env 'echo.py'" for name in "ab"
+    ]
+
+
 def test_a_port_in_use_is_named(place):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
