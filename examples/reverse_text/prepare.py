@@ -21,7 +21,7 @@ from megatron_rl.envs.reasoning_gym import is_heldout
 QUESTION = "Spell this word backward (example: sun -> nus): "
 """How every question begins. One token of the tokenizer, so that a prompt has about 10 tokens and not 57."""
 HELDOUT = 0.1
-DEMONSTRATIONS = {3: 2400, 4: 3200, 5: 2160, 6: 240}
+DEMONSTRATIONS = {3: 3360, 4: 4480, 5: 3200, 6: 160}
 """Word length -> demonstrations. RL is about words of 6 letters, of which there are few here."""
 RL_LENGTH = 6
 TEMPLATE = (
