@@ -159,17 +159,20 @@ class Supervisor:
         poll.poll(seconds * 1000)
 
     def _look_inside(self) -> None:
-        """Notice inner processes that died while their child still lives."""
-        sessions = {child.process.pid: child for child in self.children}
-        seen: dict[int, dict[int, str]] = {pid: {} for pid in sessions}
+        """Notice inner processes of engines that died while their engine still lives.
+
+        What counts is whether the pid lives: while a process renames itself, its title is none for a moment.
+        """
+        sessions = {child.process.pid: child for child in self.children if child.name.startswith("engine")}
+        living: dict[int, dict[int, str]] = {pid: {} for pid in sessions}
         for process in processes():
-            if process.session in sessions and process.pid != process.session and INNER.search(process.title):
-                seen[process.session][process.pid] = process.title
+            if process.session in sessions and process.pid != process.session:
+                living[process.session][process.pid] = process.title
         for pid, child in sessions.items():
-            gone = [inner for inner in child.inner if inner not in seen[pid]]
+            gone = [inner for inner in child.inner if inner not in living[pid]]
             if gone and child.lost is None:
                 child.lost = (gone[0], _short(child.inner[gone[0]]), time.monotonic())
-            child.inner = seen[pid]
+            child.inner = {inner: title for inner, title in living[pid].items() if inner in child.inner or INNER.search(title)}
 
     def _first_cause(self, failed: list[Child]) -> Child:
         """Whose end most likely caused the others': one killed, or that lost an inner process; else the one started first (engines are).

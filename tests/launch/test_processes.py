@@ -133,6 +133,31 @@ def test_a_killed_inner_process_ends_the_run_and_is_named(supervisor, tmp_path):
     )
 
 
+RENAMED = """
+    import multiprocessing, time
+    import setproctitle
+    def work():
+        time.sleep(1)
+        setproctitle.setproctitle("something else")
+        print("renamed", flush=True)
+        time.sleep(3)
+    if __name__ == "__main__":
+        inner = multiprocessing.get_context("spawn").Process(target=work)
+        inner.start()
+        inner.join()
+"""
+
+
+def test_an_inner_process_that_renames_itself_is_not_lost(supervisor, tmp_path):
+    program = tmp_path / "engine.py"
+    program.write_text(textwrap.dedent(RENAMED))
+    engine = supervisor.start("engine_0", [sys.executable, str(program)])
+    supervisor.wait_until(lambda: engine.inner)
+    logged(engine, "renamed")
+    supervisor._look_inside()
+    assert engine.inner and engine.lost is None
+
+
 def test_nothing_outlives_the_supervisor_not_even_what_left_its_session_or_ignores_sigterm(tmp_path):
     program = f"""
         import signal, subprocess, sys
