@@ -191,9 +191,9 @@ class Supervisor:
         return min(failed, key=lambda child: (not struck(child), self.children.index(child)))
 
     def _failure(self, child: Child) -> RunFailed:
-        error = last_error(child.log)
+        words = last_words(child.log)
         code = 2 if child.process.poll() == 2 else 1
-        return RunFailed(f"{child.ending()}; log: {child.log}" + (f"; last error: {error}" if error else ""), code)
+        return RunFailed(f"{child.ending()}; log: {child.log}" + (f"; {words}" if words else ""), code)
 
     def _forget(self, child: Child) -> None:
         if child in self.children:
@@ -216,15 +216,20 @@ def _interrupt(*_: object) -> None:
     raise KeyboardInterrupt
 
 
-def last_error(log: Path, tail: int = 1 << 22, width: int = 300) -> str:
-    """The last line of a log that is an error by its name, else by its level; else its last line; "" for an empty one."""
+def last_words(log: Path, tail: int = 1 << 22, width: int = 300) -> str:
+    """The last line of a log that is an error by its name, else by its level, as `last error: ...`.
+
+    Where there is none (the process was killed, say), its last line, as `last line: ...`; "" for an empty log.
+    """
     with open(log, "rb") as f:
         f.seek(max(0, log.stat().st_size - tail))
         lines = [line.rstrip() for line in COLOUR.sub("", f.read().decode(errors="replace")).splitlines() if line.strip()]
     named = [text for line in lines if NAMED_ERROR.search(text := PREFIX.sub("", line))]
     causes = [text for text in named if not CONSEQUENCE.search(text)]
     levelled = [line for line in lines if ERROR_LEVEL.search(line)]
-    return (causes or named or levelled or lines or [""])[-1].strip().removeprefix("error: ")[:width]
+    if errors := causes or named or levelled:
+        return f"last error: {errors[-1].strip().removeprefix('error: ')[:width]}"
+    return f"last line: {lines[-1].strip()[:width]}" if lines else ""
 
 
 def _signal_name(number: int) -> str:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.launch.process_groups import MARKER, processes
-from megatron_rl.launch.processes import RunFailed, Supervisor, last_error
+from megatron_rl.launch.processes import RunFailed, Supervisor, last_words
 
 SLEEP = "import time; time.sleep(600)"
 DEADLINE_S = 30
@@ -42,7 +42,8 @@ def until(condition):
 
 
 def logged(child, word):
-    return until(lambda: word in child.log.read_text() and child.log.read_text())
+    """The log, once `word` is in it and its last line is whole."""
+    return until(lambda: word in (text := child.log.read_text()) and text.endswith("\n") and text)
 
 
 def alive(pid):
@@ -221,22 +222,28 @@ def test_a_killed_watchdog_ends_the_run(supervisor):
 
 
 @pytest.mark.parametrize(
-    ("text", "line"),
+    ("text", "words"),
     [
-        ("INFO a\nTraceback (most recent call last):\n  File x\nValueError: bad shape\nINFO shutting down\n", "ValueError: bad shape"),
-        ("error: first\nerror: model.path: gone\n", "model.path: gone"),
-        ("(EngineCore pid=7) ERROR 11-29 [core.py:15] out of memory\n", "(EngineCore pid=7) ERROR 11-29 [core.py:15] out of memory"),
+        (
+            "INFO a\nTraceback (most recent call last):\n  File x\nValueError: bad shape\nINFO shutting down\n",
+            "last error: ValueError: bad shape",
+        ),
+        ("error: first\nerror: model.path: gone\n", "last error: model.path: gone"),
+        (
+            "(EngineCore pid=7) ERROR 11-29 [core.py:15] out of memory\n",
+            "last error: (EngineCore pid=7) ERROR 11-29 [core.py:15] out of memory",
+        ),
         (
             "\x1b[0;36m(EngineCore pid=7)\x1b[0;0m ERROR 11-29 23:40:04 [core.py:1512] RuntimeError: no such kernel\n"
             "(APIServer pid=6) ERROR 11-29 23:40:04 [async_llm.py:906] vllm.exceptions.EngineDeadError: see above\n"
             "(APIServer pid=6) INFO shutting down\n",
-            "RuntimeError: no such kernel",
+            "last error: RuntimeError: no such kernel",
         ),
-        ("torch.distributed.DistBackendError: timed out\n", "torch.distributed.DistBackendError: timed out"),
-        ("0 errors in error_count = 0\nlast words\n", "last words"),
+        ("torch.distributed.DistBackendError: timed out\n", "last error: torch.distributed.DistBackendError: timed out"),
+        ("0 errors in error_count = 0\nlast words\n", "last line: last words"),
         ("", ""),
     ],
 )
-def test_the_last_error_is_found_in_a_log(tmp_path, text, line):
+def test_the_last_words_of_a_log_are_its_error_if_it_has_one(tmp_path, text, words):
     (tmp_path / "log").write_text(text)
-    assert last_error(tmp_path / "log") == line
+    assert last_words(tmp_path / "log") == words
