@@ -16,6 +16,7 @@ class Process:
     """One living process."""
 
     pid: int
+    parent: int
     session: int
     title: str
 
@@ -59,10 +60,10 @@ def processes() -> Iterator[Process]:
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
-                state, _, _, session = (entry / "stat").read_text().rpartition(")")[2].split()[:4]
+                state, parent, _, session = (entry / "stat").read_text().rpartition(")")[2].split()[:4]
                 if state not in "ZX":
                     title = (entry / "cmdline").read_bytes().rstrip(b"\0").replace(b"\0", b" ").decode(errors="replace")
-                    yield Process(int(entry.name), int(session), title)
+                    yield Process(int(entry.name), int(parent), int(session), title)
             except OSError:  # it ended meanwhile
                 continue
 

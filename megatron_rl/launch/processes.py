@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from megatron_rl.launch.process_groups import MARKER, RunProcesses, processes
+from megatron_rl.launch.process_groups import MARKER, Process, RunProcesses, processes
 from megatron_rl.platform.parent_death import die_with_parent
 
 GRACE_S = 10.0
@@ -161,18 +161,25 @@ class Supervisor:
     def _look_inside(self) -> None:
         """Notice inner processes of engines that died while their engine still lives.
 
-        What counts is whether the pid lives: while a process renames itself, its title is none for a moment.
+        What counts is whether the pid lives: while a process renames itself, its title is none for a moment. And one with the
+        title of its parent is a fork that has not become another program yet (vLLM looks for libraries so).
         """
         sessions = {child.process.pid: child for child in self.children if child.name.startswith("engine")}
-        living: dict[int, dict[int, str]] = {pid: {} for pid in sessions}
+        living: dict[int, dict[int, Process]] = {pid: {} for pid in sessions}
         for process in processes():
-            if process.session in sessions and process.pid != process.session:
-                living[process.session][process.pid] = process.title
+            if process.session in sessions:
+                living[process.session][process.pid] = process
         for pid, child in sessions.items():
             gone = [inner for inner in child.inner if inner not in living[pid]]
             if gone and child.lost is None:
                 child.lost = (gone[0], _short(child.inner[gone[0]]), time.monotonic())
-            child.inner = {inner: title for inner, title in living[pid].items() if inner in child.inner or INNER.search(title)}
+            for inner, process in living[pid].items():
+                parent = living[pid].get(process.parent)
+                copied = parent is not None and parent.title == process.title
+                if inner in child.inner or (inner != pid and INNER.search(process.title) and not copied):
+                    child.inner[inner] = process.title
+            for inner in gone:
+                del child.inner[inner]
 
     def _first_cause(self, failed: list[Child]) -> Child:
         """Whose end most likely caused the others': one killed, or that lost an inner process; else the one started first (engines are).

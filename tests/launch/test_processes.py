@@ -159,6 +159,31 @@ def test_an_inner_process_that_renames_itself_is_not_lost(supervisor, tmp_path):
     assert engine.inner and engine.lost is None
 
 
+FORKING = """
+    import multiprocessing, os, time
+    def work():
+        if os.fork() == 0:  # as before an exec
+            print("forked", os.getpid(), flush=True)
+            time.sleep(600)
+        time.sleep(600)
+    if __name__ == "__main__":
+        multiprocessing.get_context("spawn").Process(target=work).start()
+        time.sleep(600)
+"""
+
+
+def test_a_fork_of_an_inner_process_is_not_one(supervisor, tmp_path):
+    program = tmp_path / "engine.py"
+    program.write_text(textwrap.dedent(FORKING))
+    engine = supervisor.start("engine_0", [sys.executable, str(program)])
+    fork = int(logged(engine, "forked").split()[1])
+    supervisor._look_inside()
+    os.kill(fork, signal.SIGKILL)
+    until(lambda: not alive(fork))
+    supervisor._look_inside()
+    assert len(engine.inner) == 1 and engine.lost is None
+
+
 def test_nothing_outlives_the_supervisor_not_even_what_left_its_session_or_ignores_sigterm(tmp_path):
     program = f"""
         import signal, subprocess, sys
