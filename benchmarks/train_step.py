@@ -11,6 +11,7 @@ import os
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
 
 import numpy as np
 
@@ -41,7 +42,7 @@ def tokens_of(args: argparse.Namespace) -> np.ndarray:
     return np.random.default_rng(0).integers(0, 272, (args.documents, args.length), dtype=np.int32)
 
 
-def build_theirs(directory: str, args: argparse.Namespace):  # noqa: ANN201
+def build_theirs(directory: str, args: argparse.Namespace) -> Callable[[], object]:
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -71,7 +72,7 @@ def build_theirs(directory: str, args: argparse.Namespace):  # noqa: ANN201
     return step
 
 
-def build_ours(directory: str, args: argparse.Namespace):  # noqa: ANN201
+def build_ours(directory: str, args: argparse.Namespace) -> Callable[[], object]:
     from megatron_rl import platform
 
     platform.install()
