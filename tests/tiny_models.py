@@ -6,7 +6,17 @@ No two of hidden, intermediate, queries, keys and vocabulary sizes agree, norms 
 from pathlib import Path
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -40,11 +50,39 @@ def write_llama(path: Path, tied: bool = False, **sizes: object) -> PreTrainedMo
     return _write(LlamaForCausalLM(config), path)
 
 
+def write_qwen3_moe(path: Path, tied: bool = False, **sizes: object) -> PreTrainedModel:
+    """Float32 Qwen3-MoE: 8 experts of which 2 take a token; block 1 is dense."""
+    moe = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "norm_topk_prob": True, "mlp_only_layers": [1]}
+    config = Qwen3MoeConfig(**{**_SIZES, **moe, "head_dim": 16, "rms_norm_eps": 1e-6, "tie_word_embeddings": tied, **sizes})
+    return _write(Qwen3MoeForCausalLM(config), path)
+
+
+def write_glm4_moe(path: Path, tied: bool = False, **sizes: object) -> PreTrainedModel:
+    """Float32 GLM-4.5: half of a head is rotated, QKV biases, QK norms, the first block dense, a shared expert, a scaled sigmoid router
+    whose biases move its choices."""
+    moe = {
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 40,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "routed_scaling_factor": 1.5,
+        "use_qk_norm": True,
+        "attention_bias": True,
+        "num_nextn_predict_layers": 0,
+    }
+    config = Glm4MoeConfig(**{**_SIZES, **moe, "head_dim": 16, "rms_norm_eps": 1e-5, "tie_word_embeddings": tied, **sizes})
+    return _write(Glm4MoeForCausalLM(config), path)
+
+
 def _write(model: PreTrainedModel, path: Path) -> PreTrainedModel:
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
             parameter.copy_(1 + 0.1 * noise if "norm" in name else 0.08 * noise)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(0.1 * torch.randn(buffer.shape, generator=generator))
     model.float().save_pretrained(path)
     return model

@@ -1,5 +1,6 @@
 """The trainer: parallel layout, optimizer, schedule, loss, checkpoints."""
 
+import math
 from typing import Any, Literal
 
 from pydantic import Field, model_validator
@@ -11,10 +12,21 @@ class ParallelConfig(Table):
     """[trainer.parallel] Sizes of Megatron's process groups; data_parallel is derived from the number of ranks."""
 
     tensor_parallel: int = Field(default=1, ge=1)
+    """Ranks that share every matrix; above 1 activations between layers are split by tokens (sequence parallel)."""
     pipeline_parallel: int = Field(default=1, ge=1)
+    """Stages of consecutive layers."""
+    virtual_pipeline_parallel: int = Field(default=1, ge=1)
+    """Layer chunks of each stage (interleaved schedule, smaller bubble)."""
     context_parallel: int = Field(default=1, ge=1)
+    """Ranks that share the tokens of every document, load-balanced for causal attention."""
+    context_parallel_kind: Literal["all_gather", "ring", "ulysses"] = "all_gather"
+    """How attention sees the other ranks' tokens: keys and values gathered, passed around, or heads exchanged for tokens."""
+    expert_parallel: int = Field(default=1, ge=1)
+    """Ranks that share the experts of every MoE layer; they come out of tensor x context x data parallel."""
+    expert_tensor_parallel: int | None = Field(default=None, ge=1)
+    """Ranks that share every expert's matrices; absent: tensor_parallel, as in Megatron."""
     data_parallel: int | None = Field(default=None, ge=1)
-    """Given: asserted against the ranks torchrun started; when we start the ranks ourselves, the number wanted (default 1)."""
+    """Given: asserted against the ranks torchrun started; when we start the ranks ourselves, the number wanted (default: the fewest)."""
 
     @property
     def model_parallel(self) -> int:
@@ -22,9 +34,29 @@ class ParallelConfig(Table):
         return self.tensor_parallel * self.pipeline_parallel * self.context_parallel
 
     @property
+    def expert_ranks(self) -> int:
+        """Ranks of one replica of a stage's experts."""
+        return self.expert_parallel * (self.expert_tensor_parallel or self.tensor_parallel)
+
+    @property
+    def fewest_data_parallel(self) -> int:
+        """The smallest data_parallel that makes room for the experts' ranks."""
+        stage = self.tensor_parallel * self.context_parallel
+        return math.lcm(stage, self.expert_ranks) // stage
+
+    @property
     def world_size(self) -> int:
         """Ranks to start when torchrun did not start us."""
-        return self.model_parallel * (self.data_parallel or 1)
+        return self.model_parallel * (self.data_parallel or self.fewest_data_parallel)
+
+
+class MoEConfig(Table):
+    """[trainer.moe] Mixture-of-experts layers; without them it says nothing."""
+
+    token_dispatcher: Literal["alltoall", "allgather"] = "alltoall"
+    """How tokens reach their experts under expert parallel."""
+    train_router: bool = False
+    """Train the routers' weights. Off: they stay as loaded, so that trainer and engine keep choosing the same experts."""
 
 
 class OptimConfig(Table):
@@ -71,6 +103,7 @@ class TrainerConfig(Table):
     """[trainer]"""
 
     parallel: ParallelConfig = ParallelConfig()
+    moe: MoEConfig = MoEConfig()
     optim: OptimConfig = OptimConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     loss: LossConfig = LossConfig()
@@ -94,6 +127,14 @@ class TrainerConfig(Table):
     def _warmup_fits(self) -> "TrainerConfig":
         if self.scheduler.kind != "constant" and self.scheduler.warmup_steps >= self.steps:
             raise ValueError(f"scheduler.warmup_steps = {self.scheduler.warmup_steps} leaves nothing of steps = {self.steps}")
+        return self
+
+    @model_validator(mode="after")
+    def _dispatcher_fits(self) -> "TrainerConfig":
+        if self.moe.token_dispatcher == "allgather" and self.parallel.pipeline_parallel > 1:
+            raise ValueError(
+                "moe.token_dispatcher = 'allgather' needs micro-batches of one length, which pipeline_parallel has not; use 'alltoall'"
+            )
         return self
 
 

@@ -23,6 +23,15 @@ class Shards:
         """Whole shape of one of the row's HF tensors."""
         return tuple(self.dimensions[dim] for dim in tensor.dims)
 
+    def shard_shape(self) -> tuple[int, ...]:
+        """Shape of one rank's Megatron shard."""
+        shapes = [list(self.shape(tensor)) for tensor in self.rule.hf]
+        rows = padded_vocab(self.hf, self.tensor_size) if self.rule.placement == "vocab" else sum(shape[0] for shape in shapes)
+        shape = [rows, *shapes[0][1:]]
+        if (split := _SPLIT_DIM[self.rule.placement]) is not None:
+            shape[split] //= self.tensor_size
+        return tuple(shape)
+
     def part(self, tensor: HFTensor, rank: int) -> tuple[slice, ...]:
         """The slice of an HF tensor that tensor rank `rank` holds (of the vocabulary: without the padding)."""
         shape = self.shape(tensor)

@@ -11,13 +11,14 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
+from megatron_rl import platform
 from megatron_rl.config.base import ConfigError
 from megatron_rl.config.hf_directory import INDEX
 from megatron_rl.conversion.hf_io import CheckpointReader, ShardWriter, TensorSpec, plan_shards
 from megatron_rl.conversion.layout import Shards
 from megatron_rl.models.family import EMBEDDING_WEIGHT, OUTPUT_WEIGHT, TensorRule, tied
 from megatron_rl.models.language_model import LanguageModel
-from megatron_rl.models.layer_spec import FUSED_NORMS
+from megatron_rl.models.naming import canonical_name, entry_of
 from megatron_rl.models.policy import Policy
 
 _SHARD_BYTES = 4 * 2**30
@@ -33,33 +34,45 @@ def load_hf(policy: Policy, hf_dir: str | Path) -> None:
     """
     reader = CheckpointReader(hf_dir)
     _check_names(policy, reader)
-    rank, size = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_world_size()
     with torch.no_grad():
         for chunk in policy.chunks:
-            parameters = _parameters_by_global_name(chunk)
-            for rule in _stage_rules(policy, chunk, with_tied_copy=True):
-                shards = Shards(rule, policy.hf_config, policy.family.dimensions(policy.hf_config), size)
-                parts = [reader.read(tensor.name, shards.shape(tensor), shards.part(tensor, rank)) for tensor in rule.hf]
-                parameters.pop(_live_name(rule.megatron, parameters)).copy_(shards.assemble(parts))
-            if parameters:
-                raise AssertionError(f"the {policy.family.name} table has no row for {sorted(parameters)}")
+            held = live_tensors(policy, chunk)
+            for rule in _chunk_rules(policy, chunk, with_tied_copy=True):
+                if (live := held.pop(rule.megatron, None)) is None:
+                    continue  # another expert rank's
+                group = _tensor_group(rule)
+                shards = Shards(rule, policy.hf_config, policy.family.dimensions(policy.hf_config), group.size())
+                parts = [reader.read(tensor.name, shards.shape(tensor), shards.part(tensor, group.rank())) for tensor in rule.hf]
+                live.copy_(shards.assemble(parts))
+            if held:
+                raise AssertionError(f"the {policy.family.name} table has no row for {sorted(held)}")
 
 
 def export_tensors(policy: Policy) -> Iterator[tuple[str, Tensor]]:
     """HF names and whole tensors of this pipeline stage, one at a time, in the order of the forward pass.
 
-    Collective over the tensor-parallel group; yields on its rank 0 only. Tied embeddings come once, from the first stage. Tensors have
-    the model's dtype, live on its device and may be views of live weights: copy what must outlive the next step.
+    Collective over the ranks of the stage; yields on the one that writes it (`World.writes_stage`) only. Tied embeddings come once, from
+    the first stage. Tensors have the model's dtype (an expert bias float32), live on its device and may be views of live weights: copy
+    what must outlive the next step.
     """
-    group = parallel_state.get_tensor_model_parallel_group()
     for chunk in policy.chunks:
-        parameters = _parameters_by_global_name(chunk)
-        for rule in _stage_rules(policy, chunk):
-            shards = Shards(rule, policy.hf_config, policy.family.dimensions(policy.hf_config), group.size())
-            gathered = _gather(parameters[_live_name(rule.megatron, parameters)].detach(), rule, group)
-            if gathered is not None:
-                for tensor, value in zip(rule.hf, shards.join(gathered), strict=True):
+        held = live_tensors(policy, chunk)
+        for rule in _chunk_rules(policy, chunk):
+            live = held.get(rule.megatron)
+            shards = Shards(rule, policy.hf_config, policy.family.dimensions(policy.hf_config), _tensor_group(rule).size())
+            collected = _collect(None if live is None else live.detach(), rule, shards, policy.dtype)
+            if collected is not None:
+                for tensor, value in zip(rule.hf, shards.join(collected), strict=True):
                     yield tensor.name, value.contiguous()
+
+
+def live_tensors(policy: Policy, chunk: LanguageModel) -> dict[str, Tensor]:
+    """What of this chunk a checkpoint holds, by canonical name: parameters, and the routers' expert biases."""
+    experts = (policy.config.num_moe_experts or 0) // policy.config.expert_model_parallel_size
+    first_expert = parallel_state.get_expert_model_parallel_rank() * experts
+    first_entry = chunk.decoder.layers[0].layer_number - 1
+    biases = ((name, buffer) for name, buffer in chunk.named_buffers() if name.endswith(".router.expert_bias"))
+    return {canonical_name(name, first_entry, first_expert): tensor for name, tensor in (*chunk.named_parameters(), *biases)}
 
 
 def save_hf(policy: Policy, out_dir: str | Path, source_dir: str | Path) -> None:
@@ -81,9 +94,7 @@ def save_hf(policy: Policy, out_dir: str | Path, source_dir: str | Path) -> None
     stage = parallel_state.get_pipeline_model_parallel_rank()
     before = sum(len(shards) for shards in plan[:stage])
     names = [f"model-{number:05d}-of-{total:05d}.safetensors" for number in range(1, total + 1)]
-    # Every data and context replica holds the same weights; the first writes.
-    if parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0:
-        _write_stage(policy, partial, dict(zip(names[before:], plan[stage], strict=False)))
+    _write_stage(policy, partial, dict(zip(names[before:], plan[stage], strict=False)))
     dist.barrier()
     if dist.get_rank() == 0:
         shards = dict(zip(names, (shard for stage_shards in plan for shard in stage_shards), strict=True))
@@ -96,9 +107,9 @@ def save_hf(policy: Policy, out_dir: str | Path, source_dir: str | Path) -> None
 
 def _write_stage(policy: Policy, directory: Path, shards: dict[str, list[TensorSpec]]) -> None:
     tensors = export_tensors(policy)
-    if parallel_state.get_tensor_model_parallel_rank() != 0:
+    if dist.get_rank() != _writer():
         for _ in tensors:
-            raise AssertionError("export_tensors yields on tensor rank 0 only")
+            raise AssertionError("export_tensors yields on a stage's writer only")
         return
     for file, specs in shards.items():
         with ShardWriter(directory / file, specs) as writer:
@@ -144,8 +155,9 @@ def _check_names(policy: Policy, reader: CheckpointReader) -> None:
             )
 
 
-def _stage_rules(policy: Policy, chunk: LanguageModel, with_tied_copy: bool = False) -> Iterator[TensorRule]:
-    """Rows of the table whose Megatron tensor lives in this chunk; on request, the last stage's copy of a tied embedding as one more."""
+def _chunk_rules(policy: Policy, chunk: LanguageModel, with_tied_copy: bool = False) -> Iterator[TensorRule]:
+    """Rows of the table whose tensor lives in this chunk (of any expert rank); on request, the last stage's copy of a tied embedding
+    as one more."""
     entries = {layer.layer_number - 1 for layer in chunk.decoder.layers}
     for rule in policy.family.tensors(policy.hf_config):
         if rule.megatron == EMBEDDING_WEIGHT:
@@ -153,54 +165,69 @@ def _stage_rules(policy: Policy, chunk: LanguageModel, with_tied_copy: bool = Fa
                 yield rule
             elif with_tied_copy and chunk.post_process and tied(policy.hf_config):
                 yield TensorRule(OUTPUT_WEIGHT, rule.hf, rule.placement)
-        elif rule.megatron.startswith("decoder.layers."):
-            if int(rule.megatron.split(".")[2]) in entries:
+        elif (entry := entry_of(rule.megatron)) is not None:
+            if entry in entries:
                 yield rule
         elif chunk.post_process:
             yield rule
 
 
 def _stage_specs(policy: Policy) -> list[list[TensorSpec]]:
-    """What every pipeline stage exports, known to every rank without communication."""
-    stages = parallel_state.get_pipeline_model_parallel_world_size()
-    entries_per_stage = 2 * policy.hf_config["num_hidden_layers"] // stages
+    """What every pipeline stage exports, in its order, known to every rank without communication."""
+    stages, virtual = policy.config.pipeline_model_parallel_size, len(policy.chunks)
+    entries_per_chunk = 2 * policy.hf_config["num_hidden_layers"] // (stages * virtual)
     dimensions = policy.family.dimensions(policy.hf_config)
-    specs: list[list[TensorSpec]] = [[] for _ in range(stages)]
+    chunks: list[list[TensorSpec]] = [[] for _ in range(stages * virtual)]
     for rule in policy.family.tensors(policy.hf_config):
-        if rule.megatron.startswith("decoder.layers."):
-            stage = int(rule.megatron.split(".")[2]) // entries_per_stage
+        entry = entry_of(rule.megatron)
+        chunk = 0 if rule.megatron == EMBEDDING_WEIGHT else -1 if entry is None else entry // entries_per_chunk
+        dtype = getattr(torch, rule.dtype) if rule.dtype else policy.dtype
+        chunks[chunk] += [TensorSpec(tensor.name, tuple(dimensions[dim] for dim in tensor.dims), dtype) for tensor in rule.hf]
+    # Chunk c is the (c // stages)-th of stage c % stages.
+    return [[spec for chunk in chunks[stage::stages] for spec in chunk] for stage in range(stages)]
+
+
+def _tensor_group(rule: TensorRule) -> dist.ProcessGroup:
+    """The ranks over which the rule's placement splits a tensor."""
+    if rule.expert is None:
+        return parallel_state.get_tensor_model_parallel_group()
+    return parallel_state.get_expert_tensor_parallel_group()
+
+
+def _writer() -> int:
+    """The rank that receives this stage's tensors: first in every group but the pipeline's."""
+    return dist.get_process_group_ranks(parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True))[0]
+
+
+def _collect(live: Tensor | None, rule: TensorRule, shards: Shards, dtype: torch.dtype) -> list[Tensor] | None:
+    """Every shard of a tensor, in the order of the tensor ranks (of a replicated one: one), on the writer; None elsewhere.
+
+    The shards that count are those of the writer's own groups; other replicas hold the same.
+    """
+    writer = _writer()
+    if rule.expert is None:
+        owners = dist.get_process_group_ranks(parallel_state.get_tensor_model_parallel_group())
+        first = 0
+    else:
+        group = dist.get_process_group_ranks(parallel_state.get_expert_tensor_and_model_parallel_group())
+        experts = shards.dimensions["experts"] // parallel_state.get_expert_model_parallel_world_size()
+        owners, first = group, rule.expert // experts * shards.tensor_size
+    if owners[0] != writer:
+        return None
+    owners = owners[first : first + (1 if rule.placement == "replicated" else shards.tensor_size)]
+    rank = dist.get_rank()
+    if rank != writer:
+        if rank in owners:
+            dist.send(live.contiguous(), writer)
+        return None
+    collected = []
+    for owner in owners:
+        if owner == writer:
+            collected.append(live)
         else:
-            stage = 0 if rule.megatron == EMBEDDING_WEIGHT else stages - 1
-        specs[stage] += [TensorSpec(tensor.name, tuple(dimensions[dim] for dim in tensor.dims), policy.dtype) for tensor in rule.hf]
-    return specs
-
-
-def _parameters_by_global_name(chunk: LanguageModel) -> dict[str, Tensor]:
-    """Parameters by their name with the stack entry's number over the whole model (Megatron numbers modules within the stage)."""
-    offset = chunk.decoder.layers[0].layer_number - 1
-    parameters = {}
-    for name, parameter in chunk.named_parameters():
-        if name.startswith("decoder.layers."):
-            entry, rest = name.removeprefix("decoder.layers.").split(".", 1)
-            name = f"decoder.layers.{int(entry) + offset}.{rest}"
-        parameters[name] = parameter
-    return parameters
-
-
-def _live_name(name: str, parameters: dict[str, Tensor]) -> str:
-    """The table's name, or the one under which a fused norm-and-linear keeps it."""
-    if name not in parameters:
-        for plain, fused in FUSED_NORMS.items():
-            name = name.replace(plain, fused)
-    return name
-
-
-def _gather(shard: Tensor, rule: TensorRule, group: dist.ProcessGroup) -> list[Tensor] | None:
-    """Every tensor rank's shard on rank 0 of the group, None elsewhere."""
-    if group.size() == 1:
-        return [shard]
-    if rule.placement == "replicated":
-        return [shard] if group.rank() == 0 else None
-    gathered = [torch.empty_like(shard) for _ in range(group.size())] if group.rank() == 0 else None
-    dist.gather(shard.contiguous(), gathered, group=group, group_dst=0)
-    return gathered
+            received = torch.empty(
+                shards.shard_shape(), dtype=getattr(torch, rule.dtype) if rule.dtype else dtype, device=platform.device()
+            )
+            dist.recv(received, owner)
+            collected.append(received)
+    return collected

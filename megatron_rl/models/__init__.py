@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Literal
 
-from megatron_rl.config.trainer import ParallelConfig
+from megatron_rl.config.trainer import MoEConfig, ParallelConfig
 from megatron_rl.models.registry import check_supported, family_of, read_hf_config
 
 if TYPE_CHECKING:
@@ -17,6 +17,7 @@ def build(
     dtype: Literal["float32", "bfloat16"],
     recompute: Literal["none", "full"] = "none",
     head_chunk_tokens: int = 1024,
+    moe: MoEConfig = MoEConfig(),  # noqa: B008 (frozen)
 ) -> "Policy":
     """This rank's part of the model that `hf_dir`/config.json describes, with fresh weights; `conversion.load_hf` fills them.
 
@@ -27,4 +28,4 @@ def build(
     """
     from megatron_rl.models.policy import build_policy
 
-    return build_policy(read_hf_config(hf_dir), parallel, dtype, recompute, head_chunk_tokens)
+    return build_policy(read_hf_config(hf_dir), parallel, moe, dtype, recompute, head_chunk_tokens)

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from megatron_rl.models import rope
 from megatron_rl.models.family import EMBEDDING_WEIGHT, OUTPUT_WEIGHT, HFConfig, HFTensor, TensorRule, head_dim, key_value_heads
 
 _ATTENTION = "decoder.layers.{attention}."
@@ -20,6 +21,17 @@ ATTENTION = (
         ),
         "column",
         "qkv",
+    ),
+    TensorRule(
+        _ATTENTION + "self_attention.linear_qkv.bias",
+        (
+            HFTensor(_BLOCK + "self_attn.q_proj.bias", ("queries",)),
+            HFTensor(_BLOCK + "self_attn.k_proj.bias", ("keys",)),
+            HFTensor(_BLOCK + "self_attn.v_proj.bias", ("keys",)),
+        ),
+        "column",
+        "qkv",
+        when=lambda hf, _: bool(hf.get("attention_bias")),
     ),
     TensorRule(
         _ATTENTION + "self_attention.linear_proj.weight", (HFTensor(_BLOCK + "self_attn.o_proj.weight", ("hidden", "queries")),), "row"
@@ -47,25 +59,30 @@ HEAD = (
     TensorRule(OUTPUT_WEIGHT, (HFTensor("lm_head.weight", ("vocab", "hidden")),), "vocab"),
 )
 
-# Values that change what HF computes and that the layers here do not follow: field -> the only value taken.
-_FIXED = {
-    "hidden_act": "silu",
-    "attention_bias": False,
-    "mlp_bias": False,
-    "use_sliding_window": False,
-    "attention_dropout": 0.0,
-    "pretraining_tp": 1,
-    "partial_rotary_factor": 1.0,
-}
+_FIXED = {"hidden_act": "silu", "mlp_bias": False, "use_sliding_window": False, "attention_dropout": 0.0, "pretraining_tp": 1}
+"""Values that change what HF computes and that no layer here follows: field -> the only value taken."""
 
 
 def check(hf: HFConfig) -> list[str]:
     """Config values outside of what these layers compute, one line each."""
+    problems = check_fixed(hf, {**_FIXED, "attention_bias": False})
+    if (factor := rope.partial_rotary_factor(hf)) not in (None, 1.0):
+        problems.append(f"config.json: partial_rotary_factor = {factor} is not supported, only 1.0")
+    return problems
+
+
+def check_fixed(hf: HFConfig, fixed: HFConfig = _FIXED) -> list[str]:
+    """Fields that have another value than the only one taken, one line each."""
     return [
         f"config.json: {field} = {hf[field]!r} is not supported, only {value!r}"
-        for field, value in _FIXED.items()
+        for field, value in fixed.items()
         if hf.get(field) is not None and hf[field] != value
     ]
+
+
+def block(hf: HFConfig, layer: int) -> str:
+    """Every block is attention and MLP."""
+    return "*-"
 
 
 def transformer(hf: HFConfig) -> dict[str, Any]:

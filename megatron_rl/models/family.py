@@ -3,14 +3,14 @@
 No torch import: config validation reads families too.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 HFConfig = dict[str, Any]
 
 Placement = Literal["column", "row", "vocab", "replicated"]
-"""Over tensor parallel: output features split by rows (column-parallel linear), input features split by columns (row-parallel linear),
+"""Over (expert) tensor parallel: output features split by rows (column-parallel), input features split by columns (row-parallel),
 vocabulary rows split (padded to a multiple of the ranks), or the whole tensor on every rank."""
 
 Layout = Literal["identity", "qkv", "gate_up"]
@@ -25,24 +25,36 @@ class HFTensor:
     dims: tuple[str, ...]
 
 
+def _always(hf: HFConfig, layer: int) -> bool:
+    return True
+
+
 @dataclass(frozen=True)
 class TensorRule:
-    """One row of a family's table. In names, `{layer}` is the HF block, `{attention}` and `{mlp}` its two entries in Megatron's stack."""
+    """One row of a family's table. In names, `{layer}` is the HF block, `{attention}` and `{mlp}` its two entries in Megatron's stack,
+    `{expert}` an expert's number over the whole model. Names are those of `models.naming`, whichever layers hold the tensor."""
 
     megatron: str
     hf: tuple[HFTensor, ...]
     placement: Placement = "replicated"
+    """Of an expert's tensor: over expert tensor parallel."""
     layout: Layout = "identity"
+    dtype: str | None = None
+    """Of the Megatron tensor, where it is not the model's."""
+    when: Callable[[HFConfig, int], bool] = _always
+    """Whether block `layer` of this model has it."""
+    expert: int | None = None
+    """Which expert it belongs to, once `at` has filled the names in."""
 
     @property
-    def per_layer(self) -> bool:
-        return "{layer}" in self.hf[0].name
+    def per_expert(self) -> bool:
+        return "{expert}" in self.megatron
 
-    def at(self, layer: int) -> "TensorRule":
-        """The rule with the names of block `layer` (0-based, over the whole model)."""
-        numbers = {"layer": layer, "attention": 2 * layer, "mlp": 2 * layer + 1}
+    def at(self, layer: int, expert: int | None = None) -> "TensorRule":
+        """The rule with the names of block `layer` (0-based, over the whole model) and of an expert."""
+        numbers = {"layer": layer, "attention": 2 * layer, "mlp": 2 * layer + 1, "expert": expert}
         hf = tuple(replace(tensor, name=tensor.name.format(**numbers)) for tensor in self.hf)
-        return replace(self, megatron=self.megatron.format(**numbers), hf=hf)
+        return replace(self, megatron=self.megatron.format(**numbers), hf=hf, expert=expert)
 
 
 @dataclass(frozen=True)
@@ -57,19 +69,36 @@ class Family:
     transformer: Callable[[HFConfig], dict[str, Any]]
     """TransformerConfig fields that follow from the HF config alone."""
     dimensions: Callable[[HFConfig], dict[str, int]]
-    """Sizes of the dimensions that the table names."""
-    rules: tuple[TensorRule, ...]
-    """In the order of the forward pass: embedding, blocks, final norm, head."""
+    """Sizes of the dimensions that the table names; "experts" is how many experts a MoE entry has."""
+    block: Callable[[HFConfig, int], str]
+    """The two entries of block `layer` in Megatron's symbols: attention (`*`), latent attention (`+`), sparse latent attention (`D`);
+    MLP (`-`), mixture of experts (`E`)."""
+    entries: Mapping[str, tuple[TensorRule, ...]]
+    """The table's rows by the symbol of the entry that has them."""
+    embedding: tuple[TensorRule, ...]
+    head: tuple[TensorRule, ...]
+    rotary_dim: Callable[[HFConfig], int]
+    """How many dimensions of a head the rotary embedding turns."""
 
     def tensors(self, hf: HFConfig) -> Iterator[TensorRule]:
-        """The table of this model, layer numbers filled in. With tied embeddings there is no row for the head."""
-        before, blocks, after = [], [], []
-        for rule in self.rules:
-            (blocks if rule.per_layer else after if blocks else before).append(rule)
-        yield from before
+        """The table of this model, numbers filled in, in the order of the forward pass. With tied embeddings there is no row for the
+        output matrix."""
+        yield from self.embedding
+        experts = range(self.dimensions(hf).get("experts", 0))
         for layer in range(hf["num_hidden_layers"]):
-            yield from (rule.at(layer) for rule in blocks)
-        yield from (rule for rule in after if not (tied(hf) and rule.megatron == OUTPUT_WEIGHT))
+            for symbol in self.block(hf, layer):
+                rules = [rule for rule in self.entries[symbol] if rule.when(hf, layer)]
+                yield from (rule.at(layer) for rule in rules if not rule.per_expert)
+                for expert in experts:
+                    yield from (rule.at(layer, expert) for rule in rules if rule.per_expert)
+        yield from (rule for rule in self.head if not (tied(hf) and rule.megatron == OUTPUT_WEIGHT))
+
+    def pattern(self, hf: HFConfig) -> list[str]:
+        """Each block's two entries."""
+        return [self.block(hf, layer) for layer in range(hf["num_hidden_layers"])]
+
+    def has_experts(self, hf: HFConfig) -> bool:
+        return any("E" in block for block in self.pattern(hf))
 
 
 EMBEDDING_WEIGHT = "embedding.word_embeddings.weight"

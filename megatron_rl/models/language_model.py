@@ -9,8 +9,10 @@ from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
+from megatron_rl import platform
 from megatron_rl.kernels.lm_head.reference import log_probs_and_entropy
 from megatron_rl.models.layers.attention import sequence_offsets
+from megatron_rl.models.layers.self_attention import rotary_table
 
 
 class LanguageModel(HybridModel):
@@ -18,7 +20,7 @@ class LanguageModel(HybridModel):
 
     Args:
         vocab_size: tokens of the tokenizer's vocabulary; rows up to `padded_vocab_size` are padding.
-        inverse_frequencies: [head_dim / 2] float32, of the rotary embedding.
+        inverse_frequencies: [rotary_dim / 2] float32, of the rotary embedding.
         head_chunk_tokens: tokens whose logits exist at a time.
         Others as in HybridModel.
     """
@@ -63,16 +65,18 @@ class LanguageModel(HybridModel):
         hidden = self.decoder(
             hidden_states=hidden,
             attention_mask=None,
-            rotary_pos_emb=self._rotary_angles(input_ids.shape[1], packed_seq_params),
+            rotary_pos_emb=self._rotary_embedding(position_ids, packed_seq_params),
             packed_seq_params=packed_seq_params,
         )
         return self._head(hidden, labels, temperatures) if self.post_process else hidden
 
-    def _rotary_angles(self, tokens: int, packed: PackedSeqParams | None) -> Tensor:
+    def _rotary_embedding(self, position_ids: Tensor, packed: PackedSeqParams | None) -> Tensor:
+        if platform.layer_backend() == "torch":
+            return rotary_table(position_ids, self.rotary_pos_emb.inv_freq, self.config.params_dtype)
         if packed is None:
-            return self.rotary_pos_emb(tokens * self.pg_collection.cp.size())
-        # One row per token of the whole pack: Megatron then takes each sequence's rows at its offset, in this rank's zigzag order. (It
-        # would take them from the sequence's start if the number of rows were not the number of tokens.)
+            return self.rotary_pos_emb(position_ids.shape[1] * self.pg_collection.cp.size())
+        # Angles, one row per token of the whole pack: Megatron then takes each sequence's rows at its offset, in this rank's zigzag
+        # order. (It would take them from the sequence's start if the number of rows were not the number of tokens.)
         offsets = sequence_offsets(packed).long()
         lengths = offsets.diff()
         positions = torch.arange(int(offsets[-1]), device=offsets.device) - offsets[:-1].repeat_interleave(lengths)

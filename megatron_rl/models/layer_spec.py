@@ -5,22 +5,20 @@ from typing import Any
 
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.backends import BackendSpecProvider
+from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec_for_backend
 from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
 from megatron.core.ssm.mlp_layer import MLPLayer
 from megatron.core.transformer import TransformerConfig
-from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import LayerNormBuilder
-from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from megatron.core.transformer.transformer_layer import MoETransformerLayer, TransformerLayer, TransformerLayerSubmodules
 
-FUSED_NORMS = {
-    "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
-    "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
-}
-"""Where TransformerEngine's fused norm-and-linear keeps the norm. Checkpoints use these keys with either backend."""
+from megatron_rl.models.layers.backend import self_attention
+from megatron_rl.models.naming import FUSED_NORMS
 
 
 class LanguageStack(HybridStack):
@@ -34,7 +32,7 @@ class LanguageStack(HybridStack):
 
 
 def stack_spec(config: TransformerConfig, layers: BackendSpecProvider) -> ModuleSpec:
-    """Spec of `LanguageStack` with the pattern symbols `*` (attention) and `-` (MLP)."""
+    """Spec of `LanguageStack` with the pattern symbols `*` (attention), `-` (MLP) and `E` (experts)."""
     fused = layers.fuse_layernorm_and_linear()
     norm = layers.layer_norm(rms_norm=True)
     entry_norm = IdentityOp if fused else norm
@@ -43,7 +41,7 @@ def stack_spec(config: TransformerConfig, layers: BackendSpecProvider) -> Module
     attention = TransformerLayerSubmodules(
         input_layernorm=entry_norm,
         self_attention=ModuleSpec(
-            module=SelfAttention,
+            module=self_attention(layers),
             params={"attn_mask_type": AttnMaskType.causal},
             submodules=SelfAttentionSubmodules(
                 linear_qkv=first_linear,
@@ -62,11 +60,17 @@ def stack_spec(config: TransformerConfig, layers: BackendSpecProvider) -> Module
         mlp_bda=get_bias_dropout_add,
         sharded_state_dict_keys_map=FUSED_NORMS,
     )
+    experts = TransformerLayerSubmodules(
+        pre_mlp_layernorm=norm,
+        mlp=get_moe_module_spec_for_backend(layers, config.num_moe_experts or 1, moe_grouped_gemm=True),
+        mlp_bda=get_bias_dropout_add,
+    )
     return ModuleSpec(
         module=LanguageStack,
         params={"final_norm": norm},
         submodules=HybridStackSubmodules(
             attention_layer=ModuleSpec(module=TransformerLayer, submodules=attention),
             mlp_layer=ModuleSpec(module=MLPLayer, submodules=mlp),
+            moe_layer=ModuleSpec(module=MoETransformerLayer, submodules=experts),
         ),
     )

@@ -1,7 +1,7 @@
 """Llama 2 and 3, and models of the same architecture (SmolLM2): grouped-query attention, SwiGLU, RoPE (plain or "llama3" scaled)."""
 
 from megatron_rl.models import dense
-from megatron_rl.models.family import Family
+from megatron_rl.models.family import Family, head_dim
 
 FAMILY = Family(
     name="llama",
@@ -9,5 +9,9 @@ FAMILY = Family(
     check=dense.check,
     transformer=dense.transformer,
     dimensions=dense.dimensions,
-    rules=dense.EMBEDDING + dense.ATTENTION + dense.MLP + dense.HEAD,
+    block=dense.block,
+    entries={"*": dense.ATTENTION, "-": dense.MLP},
+    embedding=dense.EMBEDDING,
+    head=dense.HEAD,
+    rotary_dim=head_dim,
 )

@@ -9,12 +9,15 @@ from megatron.core.transformer import TransformerConfig
 
 from megatron_rl import platform
 from megatron_rl.config.base import ConfigError
-from megatron_rl.config.trainer import ParallelConfig
+from megatron_rl.config.trainer import MoEConfig, ParallelConfig
 from megatron_rl.models import layer_spec, rope
 from megatron_rl.models.family import Family, HFConfig, head_dim, padded_vocab, tied
 from megatron_rl.models.language_model import LanguageModel
 from megatron_rl.models.layers import backend
 from megatron_rl.models.registry import check_supported, family_of
+
+_CONTEXT_PARALLEL = {"all_gather": "all_gather", "ring": "p2p", "ulysses": "a2a"}
+"""Our names to Megatron's and TransformerEngine's."""
 
 
 @dataclass(frozen=True)
@@ -29,30 +32,52 @@ class Policy:
     dtype: torch.dtype
 
 
-def build_policy(hf: HFConfig, parallel: ParallelConfig, dtype: str, recompute: str, head_chunk_tokens: int) -> Policy:
+def build_policy(hf: HFConfig, parallel: ParallelConfig, moe: MoEConfig, dtype: str, recompute: str, head_chunk_tokens: int) -> Policy:
     """See `models.build`."""
     if problems := check_supported(hf, parallel):
         raise ConfigError(*problems)
     family = family_of(hf)
-    config = transformer_config(hf, family, parallel, getattr(torch, dtype), recompute)
-    layers_per_stage = hf["num_hidden_layers"] // parallel.pipeline_parallel
-    model = LanguageModel(
+    config = transformer_config(hf, family, parallel, moe, getattr(torch, dtype), recompute)
+    chunks = [
+        _build_chunk(number, config, family, hf, parallel, head_chunk_tokens).to(platform.device())
+        for number in range(parallel.virtual_pipeline_parallel)
+    ]
+    if not moe.train_router:
+        for chunk in chunks:
+            for name, parameter in chunk.named_parameters():
+                if name.endswith(".mlp.router.weight"):
+                    parameter.requires_grad = False
+    return Policy(chunks, config, hf, family, config.params_dtype)
+
+
+def _build_chunk(
+    number: int, config: TransformerConfig, family: Family, hf: HFConfig, parallel: ParallelConfig, head_chunk_tokens: int
+) -> LanguageModel:
+    """Chunk `number` of this stage; the stack's segments go round the stages, chunk by chunk."""
+    segments = parallel.pipeline_parallel * parallel.virtual_pipeline_parallel
+    blocks = ["".join(part) for part in zip(*[iter(family.pattern(hf))] * (hf["num_hidden_layers"] // segments), strict=True)]
+    stage = {"ignore_virtual": False, "vp_stage": number}
+    rotary_dim = family.rotary_dim(hf)
+    return LanguageModel(
         config,
         hybrid_stack_spec=layer_spec.stack_spec(config, backend.provider()),
-        hybrid_layer_pattern="|".join(["*-" * layers_per_stage] * parallel.pipeline_parallel),
+        hybrid_layer_pattern="|".join(blocks),
         vocab_size=hf["vocab_size"],
         padded_vocab_size=padded_vocab(hf, parallel.tensor_parallel),
         max_sequence_length=hf.get("max_position_embeddings", 2048),
-        inverse_frequencies=rope.rope(hf).inverse_frequencies(head_dim(hf)),
+        rotary_percent=rotary_dim / head_dim(hf),
+        inverse_frequencies=rope.rope(hf).inverse_frequencies(rotary_dim),
         head_chunk_tokens=head_chunk_tokens,
         share_embeddings_and_output_weights=tied(hf),
-        pre_process=parallel_state.is_pipeline_first_stage(),
-        post_process=parallel_state.is_pipeline_last_stage(),
+        pre_process=parallel_state.is_pipeline_first_stage(**stage),
+        post_process=parallel_state.is_pipeline_last_stage(**stage),
+        vp_stage=number if parallel.virtual_pipeline_parallel > 1 else None,
     )
-    return Policy([model.to(platform.device())], config, hf, family, config.params_dtype)
 
 
-def transformer_config(hf: HFConfig, family: Family, parallel: ParallelConfig, dtype: torch.dtype, recompute: str) -> TransformerConfig:
+def transformer_config(
+    hf: HFConfig, family: Family, parallel: ParallelConfig, moe: MoEConfig, dtype: torch.dtype, recompute: str
+) -> TransformerConfig:
     """Megatron's config of this model: one layer per entry of the stack, two entries per block.
 
     Gradients are sums: with calculate_per_token_loss neither DDP nor the schedule divides them by ranks or micro-batches.
@@ -70,11 +95,18 @@ def transformer_config(hf: HFConfig, family: Family, parallel: ParallelConfig, d
         bf16=dtype is torch.bfloat16,
         tensor_model_parallel_size=parallel.tensor_parallel,
         pipeline_model_parallel_size=parallel.pipeline_parallel,
+        virtual_pipeline_model_parallel_size=parallel.virtual_pipeline_parallel if parallel.virtual_pipeline_parallel > 1 else None,
         context_parallel_size=parallel.context_parallel,
+        cp_comm_type=_CONTEXT_PARALLEL[parallel.context_parallel_kind],
+        expert_model_parallel_size=parallel.expert_parallel,
+        expert_tensor_parallel_size=parallel.expert_tensor_parallel or parallel.tensor_parallel,
         sequence_parallel=parallel.tensor_parallel > 1,
         # Packs differ in length, and stages must agree on each one's.
         variable_seq_lengths=parallel.pipeline_parallel > 1,
-        moe_token_dispatcher_type="alltoall",
+        # With two stages, batched sends and receives of the interleaved schedule would mix up its chunks (silently wrong gradients).
+        overlap_p2p_comm=parallel.virtual_pipeline_parallel > 1,
+        batch_p2p_comm=parallel.virtual_pipeline_parallel == 1,
+        moe_token_dispatcher_type=moe.token_dispatcher,
         calculate_per_token_loss=True,
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,

@@ -3,7 +3,7 @@
 from typing import Any
 
 from megatron_rl.models import dense
-from megatron_rl.models.family import Family, HFConfig
+from megatron_rl.models.family import Family, HFConfig, head_dim
 
 
 def _transformer(hf: HFConfig) -> dict[str, Any]:
@@ -16,5 +16,9 @@ FAMILY = Family(
     check=dense.check,
     transformer=_transformer,
     dimensions=dense.dimensions,
-    rules=dense.EMBEDDING + dense.ATTENTION + dense.QK_NORM + dense.MLP + dense.HEAD,
+    block=dense.block,
+    entries={"*": dense.ATTENTION + dense.QK_NORM, "-": dense.MLP},
+    embedding=dense.EMBEDDING,
+    head=dense.HEAD,
+    rotary_dim=head_dim,
 )

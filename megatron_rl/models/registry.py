@@ -5,10 +5,10 @@ from pathlib import Path
 
 from megatron_rl.config.base import ConfigError
 from megatron_rl.config.trainer import ParallelConfig
-from megatron_rl.models import llama, qwen3, rope
+from megatron_rl.models import glm4_moe, llama, moe, qwen3, qwen3_moe, rope
 from megatron_rl.models.family import Family, HFConfig, key_value_heads, padded_vocab
 
-FAMILIES = (qwen3.FAMILY, llama.FAMILY)
+FAMILIES = (qwen3.FAMILY, llama.FAMILY, qwen3_moe.FAMILY, glm4_moe.FAMILY)
 _REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 
 
@@ -51,28 +51,52 @@ def check_supported(hf_config: HFConfig, parallel: ParallelConfig) -> list[str]:
     quantized = hf_config.get("quantization_config") and [
         "config.json: quantization_config: only float32 and bfloat16 weights can be trained"
     ]
-    return missing or [*(quantized or []), *family.check(hf_config), *rope.check(hf_config), *_check_layout(hf_config, parallel)]
+    if missing:
+        return missing
+    if problems := [*(quantized or []), *family.check(hf_config), *rope.check(hf_config)]:
+        return problems
+    return [*_check_layout(hf_config, parallel), *_check_experts(family, hf_config, parallel)]
 
 
 def _check_layout(hf: HFConfig, parallel: ParallelConfig) -> list[str]:
-    tensor, pipeline = parallel.tensor_parallel, parallel.pipeline_parallel
+    tensor, pipeline, virtual = parallel.tensor_parallel, parallel.pipeline_parallel, parallel.virtual_pipeline_parallel
     divisible = [
         ("tensor_parallel", tensor, "attention heads", hf["num_attention_heads"]),
         ("tensor_parallel", tensor, "key-value heads", key_value_heads(hf)),
         ("tensor_parallel", tensor, "MLP columns (intermediate_size)", hf["intermediate_size"]),
         ("pipeline_parallel", pipeline, "layers", hf["num_hidden_layers"]),
     ]
-    problems = [
-        f"[trainer.parallel] {field} = {size} does not divide the model's {count} {what}; choose one of {_divisors(count)}"
-        for field, size, what, count in divisible
-        if count % size
-    ]
+    problems = [_does_not_divide(*row) for row in divisible if row[3] % row[1]]
+    if virtual > 1 and pipeline == 1:
+        problems.append("[trainer.parallel] virtual_pipeline_parallel needs pipeline_parallel of 2 or more; leave it out")
+    elif not hf["num_hidden_layers"] % pipeline and hf["num_hidden_layers"] % (pipeline * virtual):
+        problems.append(_does_not_divide("virtual_pipeline_parallel", virtual, "layers of a stage", hf["num_hidden_layers"] // pipeline))
     rows = padded_vocab(hf, tensor) // tensor
     if (tensor - 1) * rows >= hf["vocab_size"]:
         problems.append(
             f"[trainer.parallel] tensor_parallel = {tensor} leaves the last rank no row of a vocabulary of {hf['vocab_size']}; lower it"
         )
     return problems
+
+
+def _check_experts(family: Family, hf: HFConfig, parallel: ParallelConfig) -> list[str]:
+    if not family.has_experts(hf):
+        return [
+            f"[trainer.parallel] {field} = {size}, but the model has no experts; leave it out"
+            for field, size in (("expert_parallel", parallel.expert_parallel), ("expert_tensor_parallel", parallel.expert_tensor_parallel))
+            if size not in (None, 1)
+        ]
+    tensor = parallel.expert_tensor_parallel or parallel.tensor_parallel
+    divisible = [
+        ("expert_parallel", parallel.expert_parallel, "experts", moe.experts(hf)),
+        ("expert_tensor_parallel", tensor, "expert columns (moe_intermediate_size)", hf["moe_intermediate_size"]),
+        ("tensor_parallel", parallel.tensor_parallel, "shared-expert columns", moe.shared_inner(hf)),
+    ]
+    return [_does_not_divide(*row) for row in divisible if row[3] % row[1]]
+
+
+def _does_not_divide(field: str, size: int, what: str, count: int) -> str:
+    return f"[trainer.parallel] {field} = {size} does not divide the model's {count} {what}; choose one of {_divisors(count)}"
 
 
 def _divisors(count: int) -> str:

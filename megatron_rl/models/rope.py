@@ -25,16 +25,16 @@ class Llama3Scaling:
 
 @dataclass(frozen=True)
 class Rope:
-    """Rotary embedding over the whole head; `theta` is the base of the wavelengths."""
+    """Rotary embedding; `theta` is the base of the wavelengths."""
 
     theta: float
     scaling: Llama3Scaling | None = None
 
-    def inverse_frequencies(self, head_dim: int) -> "Tensor":
-        """[head_dim / 2] float32, computed in the order of transformers' modeling_rope_utils, so that the bits agree."""
+    def inverse_frequencies(self, rotary_dim: int) -> "Tensor":
+        """[rotary_dim / 2] float32, computed in the order of transformers' modeling_rope_utils, so that the bits agree."""
         import torch
 
-        plain = 1.0 / (self.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim))
+        plain = 1.0 / (self.theta ** (torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim))
         if self.scaling is None:
             return plain
         s = self.scaling
@@ -54,12 +54,12 @@ def check(hf: HFConfig) -> list[str]:
     kind = _kind(parameters)
     if kind not in _KINDS:
         return [f"config.json: rope type {kind!r} is not supported, only {', '.join(map(repr, _KINDS))}"]
-    problems = [
-        f"config.json: rope type 'llama3' needs {field!r}" for field in _LLAMA3_FIELDS if kind == "llama3" and field not in parameters
-    ]
-    if parameters.get("partial_rotary_factor", 1.0) != 1.0:
-        problems.append(f"config.json: partial_rotary_factor = {parameters['partial_rotary_factor']} is not supported, only 1.0")
-    return problems
+    return [f"config.json: rope type 'llama3' needs {field!r}" for field in _LLAMA3_FIELDS if kind == "llama3" and field not in parameters]
+
+
+def partial_rotary_factor(hf: HFConfig) -> float | None:
+    """The share of a head that is turned, where the config says."""
+    return _parameters(hf).get("partial_rotary_factor", hf.get("partial_rotary_factor"))
 
 
 def rope(hf: HFConfig) -> Rope:

@@ -5,6 +5,8 @@ Nothing inside megatron.core is edited. Process-wide, so it is for trainer ranks
   random state  the "cuda" generator is the CPU's                                            (tensor_parallel.random, recompute)
   streams       no-op stream, event, synchronize, memory counters                             (DDP, pipeline p2p, checkpoints)
   Tensor.type   "torch.cuda.FloatTensor" for a float tensor                                   (optimizer and gradient clipping sort by it)
+  collectives   all-to-all split sizes as numbers, which Megatron leaves as tensors unless they are CUDA's; gather and reduce-scatter of
+                shares that differ in length, which NCCL takes and gloo does not                 (MoE token dispatch)
 """
 
 import contextlib
@@ -16,6 +18,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.utils._device
 
 _CPU = torch.device("cpu")
@@ -80,6 +83,7 @@ def install() -> None:
     _patch_random_state()
     _patch_streams()
     _patch_tensor_type()
+    _patch_collectives()
 
 
 def _patch_placement() -> None:
@@ -122,3 +126,45 @@ def _patch_tensor_type() -> None:
         return answer.replace("torch.", "torch.cuda.", 1) if isinstance(answer, str) else answer
 
     torch.Tensor.type = type_with_device
+
+
+def _patch_collectives() -> None:
+    all_to_all_single, all_gather, reduce_scatter = dist.all_to_all_single, dist.all_gather, dist.reduce_scatter
+
+    @functools.wraps(all_to_all_single)
+    def all_to_all_with_numbers(
+        output: torch.Tensor, input: torch.Tensor, output_split_sizes: Any = None, input_split_sizes: Any = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        sizes = (s.tolist() if isinstance(s, torch.Tensor) else s for s in (output_split_sizes, input_split_sizes))
+        return all_to_all_single(output, input, *sizes, *args, **kwargs)
+
+    @functools.wraps(all_gather)
+    def uneven_all_gather(tensor_list: list[torch.Tensor], tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if (longest := _longest(tensor_list)) is None:
+            return all_gather(tensor_list, tensor, *args, **kwargs)
+        gathered = [_padded(share, longest) for share in tensor_list]
+        all_gather(gathered, _padded(tensor, longest), *args, **kwargs)
+        for share, whole in zip(tensor_list, gathered, strict=True):
+            share.copy_(whole[: len(share)])
+
+    @functools.wraps(reduce_scatter)
+    def uneven_reduce_scatter(output: torch.Tensor, input_list: list[torch.Tensor], *args: Any, **kwargs: Any) -> Any:
+        if (longest := _longest(input_list)) is None:
+            return reduce_scatter(output, input_list, *args, **kwargs)
+        reduced = _padded(output, longest)
+        reduce_scatter(reduced, [_padded(share, longest) for share in input_list], *args, **kwargs)
+        output.copy_(reduced[: len(output)])
+
+    dist.all_to_all_single, dist.all_gather, dist.reduce_scatter = all_to_all_with_numbers, uneven_all_gather, uneven_reduce_scatter
+
+
+def _longest(shares: list[torch.Tensor]) -> int | None:
+    """Length of the longest share; None where they are all alike."""
+    lengths = {share.shape[0] if share.ndim else 0 for share in shares}
+    return max(lengths) if len(lengths) > 1 else None
+
+
+def _padded(share: torch.Tensor, length: int) -> torch.Tensor:
+    padded = share.new_zeros(length, *share.shape[1:])
+    padded[: len(share)] = share
+    return padded

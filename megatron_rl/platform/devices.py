@@ -39,6 +39,7 @@ def transformer_defaults() -> dict[str, Any]:
         "persist_layer_norm": layer_backend() == "transformer_engine",
         # Megatron's name for "the layer provider brings the activation": ours does, TransformerEngine's path fuses it with the bias.
         "use_te_activation_func": layer_backend() == "torch",
+        "moe_grouped_gemm": layer_backend() == "transformer_engine",
         "bias_activation_fusion": layer_backend() == "transformer_engine",
         "gradient_accumulation_fusion": device().type == "cuda" and find_spec("fused_weight_gradient_mlp_cuda") is not None,
     }

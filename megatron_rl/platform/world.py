@@ -95,7 +95,10 @@ def split(parallel: ParallelConfig, seed: int, timeout_s: float) -> World:
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tensor_parallel,
         pipeline_model_parallel_size=parallel.pipeline_parallel,
+        virtual_pipeline_model_parallel_size=parallel.virtual_pipeline_parallel if parallel.virtual_pipeline_parallel > 1 else None,
         context_parallel_size=parallel.context_parallel,
+        expert_model_parallel_size=parallel.expert_parallel,
+        expert_tensor_parallel_size=parallel.expert_tensor_parallel,
         distributed_timeout_minutes=timeout_s / 60,
     )
     world = World(
@@ -140,6 +143,13 @@ def _check_ranks(parallel: ParallelConfig, world_size: int) -> None:
         raise ConfigError(
             f"[trainer.parallel] {world_size} ranks do not divide into replicas of {replica} "
             f"(tensor_parallel x pipeline_parallel x context_parallel); start a multiple of {replica} ranks"
+        )
+    if data_size % parallel.fewest_data_parallel:
+        raise ConfigError(
+            f"[trainer.parallel] expert_parallel = {parallel.expert_parallel} over expert_tensor_parallel = "
+            f"{parallel.expert_tensor_parallel or parallel.tensor_parallel} takes {parallel.expert_ranks} ranks out of the "
+            f"{world_size // parallel.pipeline_parallel} of a stage (tensor x context x data parallel), which they do not divide; "
+            f"start a multiple of {replica * parallel.fewest_data_parallel} ranks"
         )
     if parallel.data_parallel not in (None, data_size):
         raise ConfigError(

@@ -33,9 +33,15 @@ class ModelInputs:
     denominators: dict[str, float]
 
 
-def model_inputs(micro_batch: MicroBatch, world: World) -> ModelInputs:
-    """Pad for the layout, shift the targets, take this rank's context-parallel share."""
-    cu, streams = _pad(micro_batch, world.context_size, world.tensor_size)
+def padded_tokens(micro_batch: MicroBatch, world: World) -> int:
+    """Tokens of the micro-batch once padded for the layout, over all context ranks."""
+    return int(_padded_offsets(micro_batch, world)[-1])
+
+
+def model_inputs(micro_batch: MicroBatch, world: World, tokens: int | None = None) -> ModelInputs:
+    """Pad for the layout (and up to `tokens`, a length that `padded_tokens` gave), shift the targets, take this rank's context-parallel
+    share."""
+    cu, streams = _pad(micro_batch, world, tokens)
     lengths = np.diff(cu)
     shifted = {name: np.concatenate([streams[name][1:], streams[name][:1]]) for name in ("token_ids", *PREDICTED)}
     last = cu[1:] - 1
@@ -68,17 +74,18 @@ def model_inputs(micro_batch: MicroBatch, world: World) -> ModelInputs:
     )
 
 
-def _pad(micro_batch: MicroBatch, context: int, tensor: int) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-    """Documents padded to a multiple of 2 * context (zigzag halves), all together to one of context * tensor (sequence parallel).
+def _padded_offsets(micro_batch: MicroBatch, world: World) -> np.ndarray:
+    """Documents padded to a multiple of 2 * context (zigzag halves), all together to one of context * tensor (sequence parallel)."""
+    each = 2 * world.context_size if world.context_size > 1 else 1
+    lengths = -(-np.diff(micro_batch.cu_seqlens.astype(np.int64)) // each) * each
+    lengths[-1] += -int(lengths.sum()) % math.lcm(each, world.context_size * world.tensor_size)
+    return np.concatenate([[0], np.cumsum(lengths)])
 
-    Padding goes to the end of a document, where causal attention keeps it from every real token.
-    """
-    cu = micro_batch.cu_seqlens.astype(np.int64)
-    each = 2 * context if context > 1 else 1
-    lengths = -(-np.diff(cu) // each) * each
-    whole = math.lcm(each, context * tensor)
-    lengths[-1] += -int(lengths.sum()) % whole
-    padded = np.concatenate([[0], np.cumsum(lengths)])
+
+def _pad(micro_batch: MicroBatch, world: World, tokens: int | None) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    """Offsets and streams with the padding at the end of documents, where causal attention keeps it from every real token."""
+    cu, padded = micro_batch.cu_seqlens.astype(np.int64), _padded_offsets(micro_batch, world)
+    padded[-1] = tokens or padded[-1]
     if padded[-1] == cu[-1]:
         return padded, micro_batch.streams
     streams = {}

@@ -38,7 +38,7 @@ def open_session(
     resume_from: Path | None,
 ) -> Session:
     """Build this rank's part of the policy, and load `source`'s weights (HF) or the checkpoint `resume_from`."""
-    policy = models.build(source, trainer.parallel, model.dtype, trainer.recompute, trainer.head_chunk_tokens)
+    policy = models.build(source, trainer.parallel, model.dtype, trainer.recompute, trainer.head_chunk_tokens, trainer.moe)
     if resume_from is None:
         conversion.load_hf(policy, source)
     optimizer = Optimizer(policy, optim, scheduler, steps)

@@ -11,7 +11,7 @@ from megatron_rl import platform
 from megatron_rl.algorithms.losses import Loss
 from megatron_rl.models.policy import Policy
 from megatron_rl.platform import World
-from megatron_rl.trainer.batch import ModelInputs, model_inputs
+from megatron_rl.trainer.batch import ModelInputs, model_inputs, padded_tokens
 from megatron_rl.trainer.loss import SUMS, Stats, objective, require_finite
 from megatron_rl.trainer.optimizer import Optimizer
 from megatron_rl.transports.batches.records import COMPONENTS, MicroBatch, StepBatch
@@ -52,7 +52,8 @@ def forward_backward(policy: Policy, optimizer: Optimizer, rl_loss: Loss, batch:
         return output, loss
 
     micro_batches = pad_count(batch.micro_batches, batch, policy)
-    inputs = [model_inputs(m, world) for m in micro_batches]
+    lengths = common_lengths(micro_batches, policy, world)
+    inputs = [model_inputs(m, world, tokens) for m, tokens in zip(micro_batches, lengths, strict=True)]
     iterators = [iter(inputs) for _ in optimizer.chunks]
     single = len(optimizer.chunks) == 1
     return get_forward_backward_func()(
@@ -72,6 +73,15 @@ def pad_count(micro_batches: list[MicroBatch], batch: StepBatch, policy: Policy)
         return micro_batches
     missing = -len(micro_batches) % policy.config.pipeline_model_parallel_size
     return micro_batches + [MicroBatch.empty(batch.step, batch.policy_version, micro_batches[0].denominators) for _ in range(missing)]
+
+
+def common_lengths(micro_batches: list[MicroBatch], policy: Policy, world: World) -> list[int | None]:
+    """Tokens that each micro-batch is padded to. Only the all-gather dispatcher needs one length on all data-parallel ranks."""
+    if policy.config.moe_token_dispatcher_type != "allgather" or world.data_size == 1:
+        return [None] * len(micro_batches)
+    lengths = torch.tensor([padded_tokens(m, world) for m in micro_batches], device=platform.device())
+    dist.all_reduce(lengths, op=dist.ReduceOp.MAX)
+    return lengths.tolist()
 
 
 def reduce_over_ranks(stats: list[Stats], world: World) -> dict[str, float]:

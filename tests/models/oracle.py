@@ -1,13 +1,14 @@
 """The oracle of the parallel tests: transformers in float32, one forward per document, and the micro-batches both sides read."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-LENGTHS = ([8, 12, 4], [16, 4, 4, 8])
-"""Documents of two micro-batches: multiples of 4, so that they divide over two context ranks."""
+LENGTHS = ([8, 12, 4], [16, 4, 4, 8], [12, 8], [4, 8, 16])
+"""Documents of four micro-batches: multiples of 4, so that they divide over two context ranks."""
 
 
 def write_micro_batches(path: Path, vocab_size: int) -> dict[str, torch.Tensor]:
@@ -45,5 +46,18 @@ def reference(model_dir: Path, data: dict[str, torch.Tensor]) -> dict:
         (-(chosen * data[f"{number}.weights"]).sum()).backward()
         logprobs.append(chosen.detach())
         entropies.append(-(distribution.exp() * distribution).sum(-1).detach())
-    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
-    return {"logprobs": logprobs, "entropy": entropies, "gradients": gradients, "weights": model.state_dict()}
+    gradients = {name: grad for key, parameter in model.named_parameters() for name, grad in _as_saved(key, parameter.grad)}
+    return {"logprobs": logprobs, "entropy": entropies, "gradients": gradients, "weights": load_file(model_dir / "model.safetensors")}
+
+
+def _as_saved(name: str, value: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """transformers holds the experts of a block in two tensors and saves each expert's three."""
+    if name.endswith("experts.gate_up_proj"):
+        for expert, gate_up in enumerate(value):
+            for part, tensor in zip(("gate", "up"), gate_up.chunk(2), strict=True):
+                yield f"{name.removesuffix('gate_up_proj')}{expert}.{part}_proj.weight", tensor
+    elif name.endswith("experts.down_proj"):
+        for expert, tensor in enumerate(value):
+            yield f"{name.removesuffix('down_proj')}{expert}.down_proj.weight", tensor
+    else:
+        yield name, value

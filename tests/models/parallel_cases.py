@@ -12,7 +12,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 from megatron_rl import conversion, models, platform
-from megatron_rl.config.trainer import ParallelConfig
+from megatron_rl.config.trainer import MoEConfig, ParallelConfig
 from megatron_rl.models.layers.context_parallel import zigzag_indices
 from megatron_rl.platform.world import split
 
@@ -42,7 +42,8 @@ def _run(case: dict, parallel: ParallelConfig, world: platform.World, data: dict
     from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 
     dtype = case.get("dtype", "float32")
-    policy = models.build(case["model"], parallel, dtype, case.get("recompute", "none"), case.get("chunk", 5))
+    moe = MoEConfig(train_router=True, token_dispatcher=case.get("token_dispatcher", "alltoall"))
+    policy = models.build(case["model"], parallel, dtype, case.get("recompute", "none"), case.get("chunk", 5), moe)
     conversion.load_hf(policy, case["model"])
     exported = {name: tensor.clone() for name, tensor in conversion.export_tensors(policy)}
     _save(exported, out / f"{case['name']}.weights", world)
@@ -51,8 +52,9 @@ def _run(case: dict, parallel: ParallelConfig, world: platform.World, data: dict
 
     policy.config.finalize_model_grads_func = lambda chunks, _, **kw: finalize_model_grads(chunks, None, **kw)
     ddp_config = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
-    ddp = DistributedDataParallel(policy.config, ddp_config, policy.chunks[0])
-    ddp.zero_grad_buffer()
+    chunks = [DistributedDataParallel(policy.config, ddp_config, chunk, disable_bucketing=i > 0) for i, chunk in enumerate(policy.chunks)]
+    for chunk in chunks:
+        chunk.zero_grad_buffer()
     micro_batches = [
         _micro_batch(data, number, world) for number in range(int(data["count"])) if number % world.data_size == world.data_rank
     ]
@@ -71,16 +73,18 @@ def _run(case: dict, parallel: ParallelConfig, world: platform.World, data: dict
 
     get_forward_backward_func()(
         forward_step_func=forward,
-        data_iterator=iter(micro_batches),
-        model=ddp,
+        data_iterator=[iter(micro_batches) for _ in chunks],
+        model=chunks,
         num_microbatches=len(micro_batches),
         seq_length=1,
         micro_batch_size=1,
         forward_only=False,
     )
-    for parameter in policy.chunks[0].parameters():
-        parameter.data = parameter.main_grad.clone()
-    _save({name: tensor.clone() for name, tensor in conversion.export_tensors(policy)}, out / f"{case['name']}.grads", world)
+    for chunk in policy.chunks:
+        for parameter in chunk.parameters():
+            parameter.data = parameter.main_grad.clone()
+    gradients = {name: tensor.clone() for name, tensor in conversion.export_tensors(policy) if "e_score_correction_bias" not in name}
+    _save(gradients, out / f"{case['name']}.grads", world)
     place = dataclasses.asdict(world) | {"first": world.is_first_stage, "last": world.is_last_stage, "writes": world.writes_stage}
     result = {"stage_outputs": bool(logprobs), "world": place}
     if logprobs:
@@ -101,7 +105,7 @@ def _micro_batch(data: dict, number: int, world: platform.World) -> dict:
 
 def _save(tensors: dict[str, torch.Tensor], path: Path, world: platform.World) -> None:
     """One file per pipeline stage; the parent merges them."""
-    assert bool(tensors) == (world.tensor_rank == 0)
+    assert bool(tensors) == world.writes_stage
     if world.writes_stage:
         path.mkdir(exist_ok=True)
         for_stage = path / f"stage_{world.pipeline_rank}.safetensors"

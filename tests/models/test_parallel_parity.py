@@ -9,11 +9,12 @@ import torch
 from oracle import LENGTHS, reference, write_micro_batches
 from ranks import run_ranks
 from safetensors.torch import load_file
-from tiny_models import write_llama, write_qwen3
+from tiny_models import write_glm4_moe, write_llama, write_qwen3, write_qwen3_moe
 from transformers import AutoModelForCausalLM
 
 pytestmark = pytest.mark.ranks
 
+EP2, VPP2 = {"expert_parallel": 2}, {"virtual_pipeline_parallel": 2}
 TP2, PP2, CP2 = {"tensor_parallel": 2}, {"pipeline_parallel": 2}, {"context_parallel": 2}
 LAUNCHES = {
     1: [
@@ -21,6 +22,8 @@ LAUNCHES = {
         {"name": "qwen3-tied", "model": "qwen3_tied", "parallel": {}},
         {"name": "llama", "model": "llama", "parallel": {}},
         {"name": "recompute", "model": "qwen3", "parallel": {}, "recompute": "full"},
+        {"name": "qwen3-moe", "model": "qwen3_moe", "parallel": {}},
+        {"name": "glm4-moe", "model": "glm4_moe", "parallel": {}, "recompute": "full"},
         {"name": "bf16", "model": "qwen3", "parallel": {}, "dtype": "bfloat16", "save_hf": True},
     ],
     2: [
@@ -32,12 +35,32 @@ LAUNCHES = {
         {"name": "pp2-tied", "model": "qwen3_tied", "parallel": PP2, "save_hf": True},
         {"name": "cp2", "model": "qwen3", "parallel": CP2},
         {"name": "cp2-llama", "model": "llama", "parallel": CP2},
+        {"name": "pp2-vpp2", "model": "qwen3", "parallel": {**PP2, **VPP2}},
+        {"name": "pp2-vpp2-tied", "model": "qwen3_tied", "parallel": {**PP2, **VPP2}, "save_hf": True},
+        {"name": "moe-tp2", "model": "qwen3_moe", "parallel": {**TP2, "expert_tensor_parallel": 2}},
+        {"name": "moe-tp2-ep2", "model": "qwen3_moe", "parallel": {**TP2, **EP2, "expert_tensor_parallel": 1}, "save_hf": True},
+        {"name": "moe-ep2", "model": "qwen3_moe", "parallel": EP2},
+        {
+            "name": "moe-tp2-ep2-allgather",
+            "model": "qwen3_moe",
+            "parallel": {**TP2, **EP2, "expert_tensor_parallel": 1},
+            "token_dispatcher": "allgather",
+        },
+        {"name": "moe-pp2", "model": "qwen3_moe", "parallel": PP2},
+        {"name": "moe-cp2", "model": "qwen3_moe", "parallel": CP2},
+        {"name": "glm-tp2", "model": "glm4_moe", "parallel": TP2},
+        {"name": "glm-ep2", "model": "glm4_moe", "parallel": EP2, "save_hf": True},
+        {"name": "glm-cp2-ep2", "model": "glm4_moe", "parallel": {**CP2, **EP2}},
+        {"name": "glm-pp2-vpp2", "model": "glm4_moe", "parallel": {**PP2, **VPP2}},
         {"name": "dp2", "model": "qwen3_tied", "parallel": {}},
     ],
     4: [
         {"name": "tp2-pp2-tied", "model": "qwen3_tied", "parallel": {**TP2, **PP2}, "save_hf": True},
         {"name": "tp2-cp2", "model": "qwen3", "parallel": {**TP2, **CP2}},
         {"name": "pp2-cp2-llama", "model": "llama", "parallel": {**PP2, **CP2}},
+        {"name": "moe-pp2-ep2", "model": "qwen3_moe", "parallel": {**PP2, **EP2}, "save_hf": True},
+        {"name": "glm-ep2-etp2", "model": "glm4_moe", "parallel": {**TP2, **EP2, "expert_tensor_parallel": 2}, "save_hf": True},
+        {"name": "glm-pp2-vpp2-ep2", "model": "glm4_moe", "parallel": {**PP2, **VPP2, **EP2}, "save_hf": True},
         {"name": "tp2-dp2", "model": "qwen3", "parallel": TP2},
     ],
 }
@@ -51,6 +74,8 @@ def folder(tmp_path_factory):
     write_qwen3(path / "qwen3", tied=False)
     write_qwen3(path / "qwen3_tied", tied=True)
     write_llama(path / "llama")
+    write_qwen3_moe(path / "qwen3_moe")
+    write_glm4_moe(path / "glm4_moe")
     return path
 
 
@@ -61,7 +86,7 @@ def data(folder):
 
 @pytest.fixture(scope="module")
 def oracles(folder, data):
-    return {name: reference(folder / name, data) for name in ("qwen3", "qwen3_tied", "llama")}
+    return {name: reference(folder / name, data) for name in ("qwen3", "qwen3_tied", "llama", "qwen3_moe", "glm4_moe")}
 
 
 @pytest.fixture(scope="module")
@@ -161,7 +186,8 @@ def test_saved_directory_opens_in_transformers_with_the_same_weights(ranks, case
     saved = out / f"{case['name']}.hf"
     model = AutoModelForCausalLM.from_pretrained(saved, dtype="auto")
     assert model.dtype == dtype
-    weights = model.state_dict()
+    model.save_pretrained(saved / "again")
+    weights = load_file(saved / "again" / "model.safetensors")
     expected = oracles[case["model"]]["weights"]
     assert weights.keys() == expected.keys()
     assert all(torch.equal(weights[name], weight.to(dtype)) for name, weight in expected.items())
