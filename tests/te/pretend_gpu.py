@@ -12,6 +12,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._device import _device_constructors
 
+from megatron_rl.platform import cpu
+
 CAPABILITY = {"A100": (8, 0), "H100": (9, 0), "B200": (10, 0)}
 
 
@@ -41,6 +43,8 @@ def pretend_gpu(name: str = "H100", meta: bool = False) -> Iterator[None]:
         patches.enter_context(mock.patch.object(torch.version, "cuda", "13.0"))
         patches.enter_context(mock.patch.object(torch.Tensor, "is_cuda", property(lambda tensor: tensor.device.type == "cpu")))
         patches.enter_context(mock.patch.object(torch.Tensor, "to", to))
+        patches.enter_context(mock.patch.object(torch.Tensor, "record_stream", lambda *_: None))
+        patches.enter_context(mock.patch.object(cpu, "_is_cuda", _is_gpu))
         patches.enter_context(_Placement(meta))
         _forget_support()
         yield
@@ -48,7 +52,7 @@ def pretend_gpu(name: str = "H100", meta: bool = False) -> Iterator[None]:
 
 
 class _Placement(TorchFunctionMode):
-    """What is asked for on the GPU, or on device 0, lies on the CPU; with `meta`, every new tensor is a shape without storage."""
+    """Device 0 is a device; with `meta`, every new tensor is a shape without storage. Off in backward passes."""
 
     def __init__(self, meta: bool) -> None:
         super().__init__()
@@ -58,8 +62,6 @@ class _Placement(TorchFunctionMode):
         kwargs = dict(kwargs or {})
         if func is torch.device and _is_gpu(args[0]):
             return torch.device("cuda", 0)
-        if _is_gpu(kwargs.get("device")):
-            kwargs["device"] = "cpu"
         if self.meta and (func in _device_constructors() or func.__name__ in ("empty_like", "zeros_like", "ones_like")):
             kwargs["device"] = "meta"
         return func(*args, **kwargs)
