@@ -5,12 +5,14 @@ from collections.abc import Callable
 import torch
 from megatron.core.models.backends import BackendSpecProvider, LocalSpecProvider
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.torch_norm import LayerNormBuilder
 
 from megatron_rl import platform
 from megatron_rl.kernels.swiglu.reference import swiglu
 from megatron_rl.models.layers.attention import TorchAttention
 from megatron_rl.models.layers.norm import TorchRMSNorm
+from megatron_rl.models.layers.self_attention import TorchSelfAttention
 
 
 class TorchProvider(LocalSpecProvider):
@@ -34,6 +36,11 @@ class SwiGLU(torch.nn.Module):
 
     def forward(self, gate_up: torch.Tensor) -> torch.Tensor:
         return swiglu(gate_up)
+
+
+def self_attention(layers: BackendSpecProvider) -> type[SelfAttention]:
+    """The attention module that goes with a provider's layers."""
+    return TorchSelfAttention if isinstance(layers, TorchProvider) else SelfAttention
 
 
 def provider() -> BackendSpecProvider:
