@@ -64,18 +64,25 @@ def weight_files(directory: Path) -> list[str]:
 
 
 def tensor_shapes(file: Path) -> list[list[int]]:
-    """Of every tensor in a safetensors file, from its header. ValueError, in one sentence, when it is damaged or too short for them."""
+    """Of every tensor in a safetensors file. ValueError as `named_shapes`."""
+    return list(named_shapes(file).values())
+
+
+def named_shapes(file: Path) -> dict[str, list[int]]:
+    """Of every tensor in a safetensors file, by its name, from the header. ValueError, in one sentence, when it is damaged or too short."""
     with open(file, "rb") as f:
         length = int.from_bytes(f.read(8), "little")
+        cut = ""
         try:
             data = file.stat().st_size - 8 - length
             header = json.loads(f.read(length)) if length and data >= 0 else None
-            entries = [entry for name, entry in header.items() if name != "__metadata__"]
-            if any(entry["data_offsets"][1] > data for entry in entries):
+            entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
+            cut = next((f": tensor {name} is not all there" for name, entry in entries.items() if entry["data_offsets"][1] > data), "")
+            if cut:
                 raise ValueError
-            return [entry["shape"] for entry in entries]
+            return {name: entry["shape"] for name, entry in entries.items()}
         except (ValueError, TypeError, KeyError, IndexError, AttributeError):
-            raise ValueError(f"{file} is no safetensors file, or was cut short") from None
+            raise ValueError(f"{file} is no safetensors file, or was cut short{cut}") from None
 
 
 def tokenizer_problems(key: str, path: str, hf_config: dict[str, Any] | None) -> Iterator[str]:

@@ -6,6 +6,7 @@ from megatron_rl.config.base import Table
 from megatron_rl.config.inference import InferenceConfig
 from megatron_rl.config.model import ModelConfig
 from megatron_rl.config.orchestrator import OrchestratorConfig
+from megatron_rl.config.precision import PrecisionConfig
 from megatron_rl.config.sources import EvalSourcesConfig, TrainSourcesConfig
 from megatron_rl.config.trainer import SftConfig, TrainerConfig
 from megatron_rl.config.weights import WeightsConfig
@@ -52,6 +53,7 @@ class RLConfig(Table):
     sft: SftConfig | None = None
     """Supervised warm-up before RL, while the engines start."""
     trainer: TrainerConfig = TrainerConfig()
+    precision: PrecisionConfig = PrecisionConfig()
     orchestrator: OrchestratorConfig = OrchestratorConfig()
     inference: InferenceConfig = InferenceConfig()
     weights: WeightsConfig = WeightsConfig()
@@ -73,6 +75,7 @@ class SftRunConfig(Table):
     seed: int = Field(default=0, ge=0, le=2**31 - 1)
     sft: SftConfig
     trainer: TrainerConfig = TrainerConfig()
+    precision: PrecisionConfig = PrecisionConfig()
     resume: ResumeConfig = ResumeConfig()
 
 

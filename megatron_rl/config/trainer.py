@@ -45,9 +45,34 @@ class ParallelConfig(Table):
         return math.lcm(stage, self.expert_ranks) // stage
 
     @property
+    def replicas(self) -> int:
+        """Data-parallel replicas when we start the ranks."""
+        return self.data_parallel or self.fewest_data_parallel
+
+    @property
     def world_size(self) -> int:
         """Ranks to start when torchrun did not start us."""
-        return self.model_parallel * (self.data_parallel or self.fewest_data_parallel)
+        return self.model_parallel * self.replicas
+
+    def problem_with(self, ranks: int) -> str | None:
+        """Why this layout does not fit a job of so many ranks, and what would."""
+        replicas, rest = divmod(ranks, self.model_parallel)
+        if rest or not replicas:
+            return (
+                f"{ranks} ranks do not divide into replicas of {self.model_parallel} (tensor x pipeline x context parallel); "
+                f"start a multiple of {self.model_parallel} ranks"
+            )
+        if replicas % self.fewest_data_parallel:
+            return (
+                f"expert_parallel x expert_tensor_parallel = {self.expert_ranks} do not divide the {ranks // self.pipeline_parallel} ranks "
+                f"of a stage; start a multiple of {self.model_parallel * self.fewest_data_parallel} ranks"
+            )
+        if self.data_parallel not in (None, replicas):
+            return (
+                f"data_parallel = {self.data_parallel}, but {ranks} ranks make {replicas} replicas of {self.model_parallel}; "
+                f"start {self.world_size} ranks or leave data_parallel out"
+            )
+        return None
 
 
 class MoEConfig(Table):

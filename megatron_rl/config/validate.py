@@ -6,6 +6,7 @@ from typing import Any
 
 from megatron_rl.config.hf_directory import model_problems, read_json, tokenizer_problems
 from megatron_rl.config.model import ModelConfig
+from megatron_rl.config.precision import PrecisionConfig
 from megatron_rl.config.run import EvalRunConfig, RLConfig, SftRunConfig
 from megatron_rl.config.sources import EvalSourcesConfig, SamplingConfig, SourceConfig, TrainSourcesConfig
 from megatron_rl.config.trainer import ParallelConfig, SftConfig, TrainerConfig
@@ -18,6 +19,7 @@ def problems(config: AnyRun) -> list[str]:
     found = list(_model(config.model))
     if isinstance(config, RLConfig | SftRunConfig):
         found += _micro_batch(config.trainer, config.model)
+        found += _precision(config.precision, config.model)
         if config.sft is not None:
             found += _sft(config.sft, config.trainer.parallel)
     if isinstance(config, RLConfig):
@@ -54,6 +56,11 @@ def _micro_batch(trainer: TrainerConfig, model: ModelConfig) -> Iterator[str]:
         )
 
 
+def _precision(precision: PrecisionConfig, model: ModelConfig) -> Iterator[str]:
+    if precision.recipe != "none" and model.dtype != "bfloat16":
+        yield f'precision.recipe = {precision.recipe!r}: is for models in bfloat16; set model.dtype = "bfloat16", or recipe = "none"'
+
+
 def _batch(config: RLConfig) -> Iterator[str]:
     size = config.orchestrator.batch_size
     for source in config.train.source:
@@ -62,7 +69,7 @@ def _batch(config: RLConfig) -> Iterator[str]:
             lower = size // group * group
             remedy = f"use {lower + group}" if lower == 0 else f"use {lower} or {lower + group}"
             yield f"orchestrator.batch_size = {size}: not a multiple of the group_size {group} of train source {source.id!r}; {remedy}"
-    ranks = config.trainer.parallel.data_parallel or 1
+    ranks = config.trainer.parallel.replicas
     if size < ranks:
         yield f"orchestrator.batch_size = {size}: fewer than trainer.parallel.data_parallel = {ranks}; some ranks would train nothing"
     if config.deterministic and config.orchestrator.lag:
@@ -76,7 +83,7 @@ def _replay(config: RLConfig) -> Iterator[str]:
 
 
 def _sft(sft: SftConfig, parallel: ParallelConfig) -> Iterator[str]:
-    ranks = parallel.data_parallel or 1
+    ranks = parallel.replicas
     if sft.batch_size < ranks:
         yield f"sft.batch_size = {sft.batch_size}: fewer rows than trainer.parallel.data_parallel = {ranks}; some ranks would train nothing"
     if sft.scheduler.kind != "constant" and sft.scheduler.warmup_steps >= sft.steps:

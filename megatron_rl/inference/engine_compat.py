@@ -27,6 +27,7 @@ def reload_weights(model: "torch.nn.Module", model_config: "ModelConfig", weight
     tied = {name for name, _ in model.named_parameters(remove_duplicate=False)} - unique
     initialize_layerwise_reload(model)
     try:
+        forget_packed_experts(model)
         expected = {name for name, _ in model.named_parameters()} - tied
         loaded = model.load_weights(weights)
         if unfilled := unfilled_parameters(model, expected, loaded):
@@ -36,6 +37,21 @@ def reload_weights(model: "torch.nn.Module", model_config: "ModelConfig", weight
     except BaseException:
         abandon_layerwise_reload(model)
         raise
+
+
+def forget_packed_experts(model: "torch.nn.Module") -> None:
+    """Let experts on the CPU be packed at this reload as they were at the first load.
+
+    vLLM 0.32.0: UnquantizedFusedMoEMethod takes a layer that has its kernel for one whose weights are in place, and leaves out the packing
+    into the CPU kernel's layout. The packed tensor has the shape of the plain one, so it would serve scrambled experts without an error.
+    """
+    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+    from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+
+    for layer in model.modules():
+        method = getattr(layer, "quant_method", None)
+        if isinstance(method, UnquantizedFusedMoEMethod) and issubclass(method.experts_cls or object, CPUUnquantizedExperts):
+            method.moe_kernel = None
 
 
 def repack_tied_layers(model: "torch.nn.Module", tied: set[str]) -> None:

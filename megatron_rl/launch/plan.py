@@ -122,7 +122,7 @@ def coordinates(rank: int, parallel: ParallelConfig) -> str:
     sizes = {
         "tensor": parallel.tensor_parallel,
         "context": parallel.context_parallel,
-        "data": parallel.data_parallel or 1,
+        "data": parallel.replicas,
         "pipeline": parallel.pipeline_parallel,
     }
     place = []

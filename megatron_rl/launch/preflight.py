@@ -2,15 +2,18 @@
 
 import json
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 from megatron_rl.config import validate
 from megatron_rl.config.base import ConfigError
 from megatron_rl.config.hf_directory import text_config
+from megatron_rl.config.precision import PrecisionConfig
 from megatron_rl.config.run import EvalRunConfig, ResumeConfig, RLConfig, SftRunConfig
 from megatron_rl.config.trainer import LossConfig, ParallelConfig
 from megatron_rl.launch import plan, ports, run_dir
-from megatron_rl.platform.stack import gpu_count
+from megatron_rl.platform.stack import gpu, gpu_count
+from megatron_rl.precision import check as check_recipe
 
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Of vLLM 0.32 (v1/attention/backends/cpu_attn.py); others fail at the first token."""
@@ -27,6 +30,7 @@ def check(config: RLConfig | SftRunConfig | EvalRunConfig, ranks: int | None = N
         found += run_dir.problems(config.run, config.resume)
         found += _model(config, config.trainer.parallel)
         found += _ranks(config.trainer.parallel, ranks)
+        found += _precision(config.precision)
         found += _loss(config.trainer.loss)
         if config.sft is not None:
             found += _rows(Path(config.sft.data))
@@ -69,16 +73,16 @@ def _engine(config: RLConfig | EvalRunConfig) -> Iterator[str]:
 
 
 def _ranks(parallel: ParallelConfig, ranks: int | None) -> Iterator[str]:
-    if ranks is None:
-        return
-    replica = parallel.model_parallel
-    if ranks % replica:
-        yield f"trainer.parallel: torchrun started {ranks} ranks, one replica takes {replica} (tensor x pipeline x context)"
-    elif parallel.data_parallel not in (None, ranks // replica):
-        yield (
-            f"trainer.parallel.data_parallel = {parallel.data_parallel}: torchrun started {ranks} ranks, which makes {ranks // replica} "
-            f"with {replica} per replica; start {parallel.world_size} ranks, or leave data_parallel out"
-        )
+    if problem := parallel.problem_with(ranks or parallel.world_size):
+        yield f"trainer.parallel: {problem}"
+
+
+def _precision(precision: PrecisionConfig) -> Iterator[str]:
+    device = gpu()
+    problems = check_recipe(precision, device.name, device.capability) if device else check_recipe(precision, "this machine", None)
+    yield from problems
+    if precision.recipe != "none" and not problems and find_spec("transformer_engine") is None:
+        yield f"precision.recipe = {precision.recipe!r}: needs transformer-engine, which is not installed; see the Dockerfile"
 
 
 def _loss(loss: LossConfig) -> Iterator[str]:

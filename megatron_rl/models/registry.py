@@ -5,10 +5,10 @@ from pathlib import Path
 
 from megatron_rl.config.base import ConfigError
 from megatron_rl.config.trainer import ParallelConfig
-from megatron_rl.models import glm4_moe, llama, moe, qwen3, qwen3_moe, rope
+from megatron_rl.models import deepseek_v3, glm4_moe, glm_moe_dsa, llama, moe, qwen3, qwen3_moe, rope
 from megatron_rl.models.family import Family, HFConfig, key_value_heads, padded_vocab
 
-FAMILIES = (qwen3.FAMILY, llama.FAMILY, qwen3_moe.FAMILY, glm4_moe.FAMILY)
+FAMILIES = (qwen3.FAMILY, llama.FAMILY, qwen3_moe.FAMILY, glm4_moe.FAMILY, deepseek_v3.FAMILY, glm_moe_dsa.FAMILY)
 _REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 
 
@@ -53,9 +53,10 @@ def check_supported(hf_config: HFConfig, parallel: ParallelConfig) -> list[str]:
     ]
     if missing:
         return missing
-    if problems := [*(quantized or []), *family.check(hf_config), *rope.check(hf_config)]:
-        return problems
-    return [*_check_layout(hf_config, parallel), *_check_experts(family, hf_config, parallel)]
+    problems = [*(quantized or []), *family.check(hf_config), *rope.check(hf_config, family.rope_kinds)]
+    # The number and sizes of experts are known once the family has nothing to say.
+    experts = [] if problems else [*_check_experts(family, hf_config, parallel), *family.check_layout(hf_config, parallel)]
+    return [*problems, *_check_layout(hf_config, parallel), *experts]
 
 
 def _check_layout(hf: HFConfig, parallel: ParallelConfig) -> list[str]:

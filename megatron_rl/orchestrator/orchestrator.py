@@ -191,7 +191,7 @@ class Orchestrator:
             step,
             version,
             capacity=config.trainer.micro_batch_tokens,
-            data_parallel=config.trainer.parallel.data_parallel or 1,
+            data_parallel=config.trainer.parallel.replicas,
             keep_order=config.deterministic,
         )
         metrics = batch_metrics(selection) | {

@@ -137,22 +137,5 @@ def gather_json(value: Any, ranks: int) -> list[Any]:
 
 
 def _check_ranks(parallel: ParallelConfig, world_size: int) -> None:
-    replica = parallel.model_parallel
-    data_size, rest = divmod(world_size, replica)
-    if rest or not data_size:
-        raise ConfigError(
-            f"[trainer.parallel] {world_size} ranks do not divide into replicas of {replica} "
-            f"(tensor_parallel x pipeline_parallel x context_parallel); start a multiple of {replica} ranks"
-        )
-    if data_size % parallel.fewest_data_parallel:
-        raise ConfigError(
-            f"[trainer.parallel] expert_parallel = {parallel.expert_parallel} over expert_tensor_parallel = "
-            f"{parallel.expert_tensor_parallel or parallel.tensor_parallel} takes {parallel.expert_ranks} ranks out of the "
-            f"{world_size // parallel.pipeline_parallel} of a stage (tensor x context x data parallel), which they do not divide; "
-            f"start a multiple of {replica * parallel.fewest_data_parallel} ranks"
-        )
-    if parallel.data_parallel not in (None, data_size):
-        raise ConfigError(
-            f"[trainer.parallel] data_parallel = {parallel.data_parallel}, but {world_size} ranks make {data_size} replicas of {replica}; "
-            f"start {parallel.world_size} ranks or leave data_parallel out"
-        )
+    if problem := parallel.problem_with(world_size):
+        raise ConfigError(f"[trainer.parallel] {problem}")

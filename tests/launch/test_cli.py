@@ -26,7 +26,7 @@ def test_help_says_what_a_subcommand_is_for_with_examples_and_every_key(name, ca
     text = capsys.readouterr().out
     assert text.startswith(f"megatron-rl {name}: ")
     assert "usage\n" in text and "examples\n" in text and f"megatron-rl {name}" in text.split("examples\n")[1]
-    if cli.SUBCOMMANDS[name].config:
+    if cli.SUBCOMMANDS[name].config and cli.SUBCOMMANDS[name].files:
         for word in ("[model]", "path", "required", "--dry-run", "@ FILE"):
             assert word in text
 

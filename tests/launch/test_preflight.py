@@ -12,6 +12,7 @@ from megatron_rl.config.base import ConfigError
 from megatron_rl.config.load import load
 from megatron_rl.config.run import EvalRunConfig, RLConfig, SftRunConfig
 from megatron_rl.launch import preflight
+from megatron_rl.platform.stack import Gpu
 
 
 def check(*words, table=RLConfig, ranks=None):
@@ -80,6 +81,20 @@ def test_all_problems_are_told_at_once(place):
         "trainer.loss",
         "sft.data",
     ]
+
+
+def test_a_low_precision_recipe_is_refused_where_its_first_step_would_fail(place, monkeypatch):
+    words = ("--precision.recipe", "mxfp8", "--model.dtype", "bfloat16")
+    monkeypatch.setattr(preflight, "gpu", lambda: None)
+    assert problems(*words) == ["precision.recipe = 'mxfp8': needs a GPU, and this machine has none; set precision.recipe = \"none\""]
+    monkeypatch.setattr(preflight, "gpu", lambda: Gpu("NVIDIA H100", (9, 0)))
+    assert problems(*words)[0].startswith("precision.recipe = 'mxfp8': does not run on NVIDIA H100 (compute capability 9.0)")
+    monkeypatch.setattr(preflight, "gpu", lambda: Gpu("NVIDIA B200", (10, 0)))
+    monkeypatch.setattr(preflight, "find_spec", lambda name: None)
+    assert "needs transformer-engine, which is not installed" in problems(*words)[0]
+    monkeypatch.setattr(preflight, "find_spec", lambda name: name)
+    check(*words)
+    assert "set model.dtype" in problems(*words[:2], "--model.dtype", "float32")[0]
 
 
 @pytest.mark.parametrize(
@@ -190,8 +205,8 @@ def test_a_port_in_use_is_named(place):
 
 def test_the_ranks_of_torchrun_must_fit_the_layout(place):
     check("--trainer.parallel.tensor-parallel", "2", ranks=4)
-    assert "torchrun started 3 ranks, one replica takes 2" in problems("--trainer.parallel.tensor-parallel", "2", ranks=3)[0]
-    assert "data_parallel = 3: torchrun started 2 ranks, which makes 2" in problems("--trainer.parallel.data-parallel", "3", ranks=2)[0]
+    assert "3 ranks do not divide into replicas of 2" in problems("--trainer.parallel.tensor-parallel", "2", ranks=3)[0]
+    assert "data_parallel = 3, but 2 ranks make 2 replicas of 1" in problems("--trainer.parallel.data-parallel", "3", ranks=2)[0]
 
 
 def test_samples_at_temperature_0_make_no_pass_at_k(place):

@@ -72,11 +72,26 @@ DEADLINE_S = 420
 """Of a whole launch on a loaded machine of two cores."""
 
 
-def prepare(place: Path) -> None:
+SIZES = {
+    "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32,
+    "max_position_embeddings": 64, "eos_token_id": 1, "pad_token_id": 0, "bos_token_id": None,
+}  # fmt: skip
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
+FAMILIES = {
+    "Qwen3": {"tie_word_embeddings": True},
+    "Qwen3Moe": {**EXPERTS, "num_experts": 4, "norm_topk_prob": True},
+    "Glm4Moe": {**EXPERTS, "n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1, "attention_bias": True,
+                "routed_scaling_factor": 1.5, "num_nextn_predict_layers": 0},
+}  # fmt: skip
+"""transformers' class names, and what their configs add to SIZES."""
+
+
+def prepare(place: Path, family: str = "Qwen3") -> None:
     """Everything that CONFIG names, in `place`."""
     import torch
+    import transformers
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+    from transformers import PreTrainedTokenizerFast
 
     symbols = ["<pad>", "<eos>", "<user>", "<assistant>", *string.printable[:95]]
     tokenizer = Tokenizer(models.WordLevel({symbol: i for i, symbol in enumerate(symbols)}, unk_token="<pad>"))
@@ -86,11 +101,8 @@ def prepare(place: Path) -> None:
     )
     fast.chat_template = TEMPLATE
     torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=len(symbols), hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,
-        head_dim=32, max_position_embeddings=64, eos_token_id=1, pad_token_id=0, bos_token_id=None, tie_word_embeddings=True,
-    )  # fmt: skip
-    Qwen3ForCausalLM(config).float().save_pretrained(place / "model")
+    config = getattr(transformers, f"{family}Config")(vocab_size=len(symbols), **SIZES, **FAMILIES[family])
+    getattr(transformers, f"{family}ForCausalLM")(config).float().save_pretrained(place / "model")
     fast.save_pretrained(place / "model")
     (place / "rl.toml").write_text(CONFIG)
     (place / "vowels.py").write_text(ENVIRONMENT)
