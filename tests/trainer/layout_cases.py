@@ -23,7 +23,7 @@ def main(args: list[str]) -> dict[str, list[dict]]:
         if os.environ["RANK"] == "0":
             Path(config.run.dir).mkdir(parents=True)
         world = regroup(config.trainer.parallel, world)
-        rl.main(config, world, ReplayClient(work / "batches"), checkpoint)
+        rl.main(config, world, ReplayClient(Path(config.trainer.replay)), checkpoint)
     lines = {}
     if os.environ["RANK"] == "0":
         for name in args[1:]:
@@ -52,7 +52,8 @@ def rl_config(work: Path, name: str, case: dict):
             "model": {"path": str(work / "model"), "dtype": "float32", "context": 64},
             "trainer": {
                 "steps": case.get("steps", 2),
-                "replay": str(work / "batches"),
+                "replay": str(work / case.get("batches", "batches")),
+                "moe": case.get("moe", {}),
                 "parallel": case.get("parallel", {}),
                 "optim": {"lr": 1e-3, "clip_grad": 0.5},
                 "recompute": case.get("recompute", "none"),
