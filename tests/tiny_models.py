@@ -7,8 +7,12 @@ from pathlib import Path
 
 import torch
 from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
+    GlmMoeDsaConfig,
+    GlmMoeDsaForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
@@ -35,6 +39,36 @@ _SIZES = {
     "num_key_value_heads": 2,
     "initializer_range": 0.08,
     "attn_implementation": "eager",
+}
+
+YARN_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "beta_fast": 4,
+    "beta_slow": 1,
+    "original_max_position_embeddings": 16,
+}
+"""Stretches only the slower of a few frequencies, and scales attention logits."""
+_LATENT = {
+    "q_lora_rank": 28,
+    "kv_lora_rank": 20,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 14,
+    "num_key_value_heads": 4,
+    "rms_norm_eps": 1e-6,
+}
+_GROUPED = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "moe_intermediate_size": 40,
+    "routed_scaling_factor": 1.5,
+    "num_nextn_predict_layers": 0,
 }
 
 
@@ -73,6 +107,26 @@ def write_glm4_moe(path: Path, tied: bool = False, **sizes: object) -> PreTraine
     }
     config = Glm4MoeConfig(**{**_SIZES, **moe, "head_dim": 16, "rms_norm_eps": 1e-5, "tie_word_embeddings": tied, **sizes})
     return _write(Glm4MoeForCausalLM(config), path)
+
+
+def write_deepseek_v3(path: Path, **sizes: object) -> PreTrainedModel:
+    """Float32 DeepSeek-V3: low-rank queries, every part of a head has another width, the first block is dense, one of two groups of
+    experts is taken."""
+    config = DeepseekV3Config(**{**_SIZES, **_LATENT, **_GROUPED, "first_k_dense_replace": 1, "n_shared_experts": 2, **sizes})
+    return _write(DeepseekV3ForCausalLM(config), path)
+
+
+def write_deepseek_v3_yarn(path: Path) -> PreTrainedModel:
+    """What `write_deepseek_v3` leaves out: YaRN, queries without a latent, rotary pairs made of halves; no experts."""
+    return write_deepseek_v3(path, q_lora_rank=None, rope_interleave=False, rope_parameters=YARN_ROPE, first_k_dense_replace=4)
+
+
+def write_glm_moe_dsa(path: Path, **sizes: object) -> PreTrainedModel:
+    """Float32 GLM-5: a query sees 6 keys of its document at most, blocks 1 and 3 take the choice of the block before, the first block is
+    dense. Indexer scores are far enough apart for the choice not to depend on rounding (test_sparse_attention.py)."""
+    indexer = {"index_topk": 6, "index_n_heads": 8, "index_head_dim": 16, "indexer_types": ["full", "shared", "full", "shared"]}
+    experts = {**_GROUPED, "n_group": 1, "num_experts_per_tok": 3, "first_k_dense_replace": 1, "n_shared_experts": 1}
+    return _write(GlmMoeDsaForCausalLM(GlmMoeDsaConfig(**{**_SIZES, **_LATENT, **experts, **indexer, **sizes})), path)
 
 
 def _write(model: PreTrainedModel, path: Path) -> PreTrainedModel:

@@ -139,16 +139,17 @@ def _copy_companions(policy: Policy, source_dir: Path, out_dir: Path) -> None:
                 target = out_dir / path.relative_to(source_dir)
                 target.parent.mkdir(exist_ok=True)
                 shutil.copyfile(path, target)
-    config = {key: value for key, value in policy.hf_config.items() if key != "torch_dtype"}
+    config = {key: value for key, value in policy.hf_config.items() if key != "torch_dtype"} | policy.family.engine_config
     config["dtype"] = str(policy.dtype).removeprefix("torch.")
     (out_dir / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
 def _check_names(policy: Policy, reader: CheckpointReader) -> None:
     known = {tensor.name for rule in policy.family.tensors(policy.hf_config) for tensor in rule.hf}
-    ignored = {"lm_head.weight"} if tied(policy.hf_config) else set()
-    for name in sorted(reader.files.keys() - known - ignored):
-        if not name.endswith("rotary_emb.inv_freq"):
+    copies = {"lm_head.weight"} if tied(policy.hf_config) else set()
+    ignored = policy.family.ignored(policy.hf_config)
+    for name in sorted(reader.files.keys() - known - copies):
+        if not name.endswith("rotary_emb.inv_freq") and not name.startswith(ignored):
             raise ConfigError(
                 f"{reader.directory / reader.files[name]}: unexpected tensor {name}; "
                 f"config.json describes a {policy.family.name} model without it"

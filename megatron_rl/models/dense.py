@@ -59,19 +59,19 @@ HEAD = (
     TensorRule(OUTPUT_WEIGHT, (HFTensor("lm_head.weight", ("vocab", "hidden")),), "vocab"),
 )
 
-_FIXED = {"hidden_act": "silu", "mlp_bias": False, "use_sliding_window": False, "attention_dropout": 0.0, "pretraining_tp": 1}
+FIXED = {"hidden_act": "silu", "mlp_bias": False, "use_sliding_window": False, "attention_dropout": 0.0, "pretraining_tp": 1}
 """Values that change what HF computes and that no layer here follows: field -> the only value taken."""
 
 
 def check(hf: HFConfig) -> list[str]:
     """Config values outside of what these layers compute, one line each."""
-    problems = check_fixed(hf, {**_FIXED, "attention_bias": False})
+    problems = check_fixed(hf, {**FIXED, "attention_bias": False})
     if (factor := rope.partial_rotary_factor(hf)) not in (None, 1.0):
         problems.append(f"config.json: partial_rotary_factor = {factor} is not supported, only 1.0")
     return problems
 
 
-def check_fixed(hf: HFConfig, fixed: HFConfig = _FIXED) -> list[str]:
+def check_fixed(hf: HFConfig, fixed: HFConfig = FIXED) -> list[str]:
     """Fields that have another value than the only one taken, one line each."""
     return [
         f"config.json: {field} = {hf[field]!r} is not supported, only {value!r}"

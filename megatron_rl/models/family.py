@@ -4,8 +4,10 @@ No torch import: config validation reads families too.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
+
+from megatron_rl.config.trainer import ParallelConfig
 
 HFConfig = dict[str, Any]
 
@@ -79,6 +81,18 @@ class Family:
     head: tuple[TensorRule, ...]
     rotary_dim: Callable[[HFConfig], int]
     """How many dimensions of a head the rotary embedding turns."""
+    rotary_interleaved: Callable[[HFConfig], bool] = lambda hf: False
+    """Of latent attention: whether neighbours make a rotary pair, not the halves."""
+    index_sources: Callable[[HFConfig], tuple[int, ...]] = lambda hf: ()
+    """Of sparse attention: by block, the block whose indexer chooses its keys."""
+    check_layout: Callable[[HFConfig, ParallelConfig], list[str]] = lambda hf, parallel: []
+    """Layouts that its layers cannot run in, one line each, beyond what the registry checks for all."""
+    rope_kinds: tuple[str, ...] = ("default", "llama3")
+    """Rotary types (HF's names) that it computes as HF does."""
+    ignored: Callable[[HFConfig], tuple[str, ...]] = lambda hf: ()
+    """Prefixes of HF tensors that its checkpoints may hold and the policy does not use."""
+    engine_config: Mapping[str, Any] = field(default_factory=dict)
+    """config.json fields that say what the family computes anyway, for an engine that takes their absence for something else."""
 
     def tensors(self, hf: HFConfig) -> Iterator[TensorRule]:
         """The table of this model, numbers filled in, in the order of the forward pass. With tied embeddings there is no row for the

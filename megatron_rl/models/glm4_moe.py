@@ -42,4 +42,5 @@ FAMILY = Family(
     embedding=dense.EMBEDDING,
     head=dense.HEAD,
     rotary_dim=_rotary_dim,
+    ignored=moe.multi_token_layers,
 )

@@ -36,7 +36,9 @@ class LanguageModel(HybridModel):
         **kwargs: Any,
     ) -> None:
         super().__init__(config, vocab_size=padded_vocab_size, position_embedding_type="rope", parallel_output=True, **kwargs)
-        self.rotary_pos_emb.inv_freq = inverse_frequencies.to(self.rotary_pos_emb.inv_freq.device)
+        self.register_buffer("inverse_frequencies", inverse_frequencies, persistent=False)
+        if not config.multi_latent_attention:
+            self.rotary_pos_emb.inv_freq = inverse_frequencies.to(self.rotary_pos_emb.inv_freq.device)
         self.unpadded_vocab_size = vocab_size
         self.head_chunk_tokens = head_chunk_tokens
 
@@ -71,8 +73,8 @@ class LanguageModel(HybridModel):
         return self._head(hidden, labels, temperatures) if self.post_process else hidden
 
     def _rotary_embedding(self, position_ids: Tensor, packed: PackedSeqParams | None) -> Tensor:
-        if platform.layer_backend() == "torch":
-            return rotary_table(position_ids, self.rotary_pos_emb.inv_freq, self.config.params_dtype)
+        if platform.layer_backend() == "torch" or self.config.multi_latent_attention:
+            return rotary_table(position_ids, self.inverse_frequencies, self.config.params_dtype)
         if packed is None:
             return self.rotary_pos_emb(position_ids.shape[1] * self.pg_collection.cp.size())
         # Angles, one row per token of the whole pack: Megatron then takes each sequence's rows at its offset, in this rank's zigzag

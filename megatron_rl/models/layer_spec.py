@@ -11,13 +11,17 @@ from megatron.core.ssm.mlp_layer import MLPLayer
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.experimental_attention_variant.dsa import DSAIndexer, DSAIndexerSubmodules, DSAttentionSubmodules
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import LayerNormBuilder
 from megatron.core.transformer.transformer_layer import MoETransformerLayer, TransformerLayer, TransformerLayerSubmodules
 
 from megatron_rl.models.layers.backend import self_attention
+from megatron_rl.models.layers.latent_attention import LatentAttention
+from megatron_rl.models.layers.sparse_attention import SharedIndexAttention, SparseLatentAttention
 from megatron_rl.models.naming import FUSED_NORMS
 
 
@@ -31,8 +35,11 @@ class LanguageStack(HybridStack):
             self.final_norm = final_norm(config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon)
 
 
-def stack_spec(config: TransformerConfig, layers: BackendSpecProvider) -> ModuleSpec:
-    """Spec of `LanguageStack` with the pattern symbols `*` (attention), `-` (MLP) and `E` (experts)."""
+def stack_spec(
+    config: TransformerConfig, layers: BackendSpecProvider, rotary_interleaved: bool = False, index_sources: tuple[int, ...] = ()
+) -> ModuleSpec:
+    """Spec of `LanguageStack` with the pattern symbols `*` (attention), `+` (latent attention), `D` (sparse latent attention), `-` (MLP)
+    and `E` (experts). `rotary_interleaved` and `index_sources` as in Family."""
     fused = layers.fuse_layernorm_and_linear()
     norm = layers.layer_norm(rms_norm=True)
     entry_norm = IdentityOp if fused else norm
@@ -71,6 +78,48 @@ def stack_spec(config: TransformerConfig, layers: BackendSpecProvider) -> Module
         submodules=HybridStackSubmodules(
             attention_layer=ModuleSpec(module=TransformerLayer, submodules=attention),
             mlp_layer=ModuleSpec(module=MLPLayer, submodules=mlp),
+            mla_layer=_latent_attention(layers, rotary_interleaved, LatentAttention, layers.core_attention()),
+            dsa_layer=_latent_attention(layers, rotary_interleaved, SparseLatentAttention, _sparse_attention(layers, index_sources)),
             moe_layer=ModuleSpec(module=MoETransformerLayer, submodules=experts),
         ),
+    )
+
+
+def _latent_attention(
+    layers: BackendSpecProvider, rotary_interleaved: bool, module: type[LatentAttention], core_attention: ModuleSpec | type
+) -> ModuleSpec:
+    """No norm is fused: two linears read the entry's, and names are the same with every provider."""
+    norm, column = layers.layer_norm(rms_norm=True, for_qk=True), layers.column_parallel_linear()
+    attention = ModuleSpec(
+        module=module,
+        params={"attn_mask_type": AttnMaskType.causal, "rotary_interleaved": rotary_interleaved},
+        submodules=MLASelfAttentionSubmodules(
+            linear_q_proj=column,
+            linear_q_down_proj=layers.linear(),
+            linear_q_up_proj=column,
+            linear_kv_down_proj=layers.linear(),
+            linear_kv_up_proj=column,
+            core_attention=core_attention,
+            linear_proj=layers.row_parallel_linear(),
+            q_layernorm=norm,
+            kv_layernorm=norm,
+        ),
+    )
+    return ModuleSpec(
+        module=TransformerLayer,
+        submodules=TransformerLayerSubmodules(
+            input_layernorm=layers.layer_norm(rms_norm=True), self_attention=attention, self_attn_bda=get_bias_dropout_add
+        ),
+    )
+
+
+def _sparse_attention(layers: BackendSpecProvider, index_sources: tuple[int, ...]) -> ModuleSpec:
+    linear = layers.linear()
+    indexer = DSAIndexerSubmodules(
+        linear_wq_b=linear, linear_wk=linear, k_norm=layers.layer_norm(rms_norm=False), linear_weights_proj=linear
+    )
+    return ModuleSpec(
+        module=SharedIndexAttention,
+        params={"index_sources": index_sources},
+        submodules=DSAttentionSubmodules(indexer=ModuleSpec(module=DSAIndexer, submodules=indexer)),
     )

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from megatron_rl.models import dense
 from megatron_rl.models.family import HFConfig, HFTensor, TensorRule
 
 _MLP = "decoder.layers.{mlp}."
@@ -47,6 +48,9 @@ SHARED_EXPERTS = (
     ),
 )
 
+_DEEPSEEK_FIXED = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
+"""Fields that only some of these models' configs have: field -> the only value taken."""
+
 
 def experts(hf: HFConfig) -> int:
     """Routed experts of a MoE block, in any of HF's spellings; 0 where the config names none."""
@@ -86,6 +90,12 @@ def shared_inner(hf: HFConfig) -> int:
     return (hf.get("n_shared_experts") or 0) * hf["moe_intermediate_size"]
 
 
+def multi_token_layers(hf: HFConfig) -> tuple[str, ...]:
+    """Prefixes of the tensors of multi-token prediction: blocks after the model's own, which the policy does not use."""
+    layers, more = hf["num_hidden_layers"], hf.get("num_nextn_predict_layers") or 0
+    return tuple(f"model.layers.{layer}." for layer in range(layers, layers + more))
+
+
 def dimensions(hf: HFConfig) -> dict[str, int]:
     """Sizes of the dimensions that the rows above name."""
     return {"experts": experts(hf), "expert_inner": hf["moe_intermediate_size"], "shared_inner": shared_inner(hf)}
@@ -103,7 +113,7 @@ def check(hf: HFConfig) -> list[str]:
 
 def check_deepseek(hf: HFConfig) -> list[str]:
     """Settings of DeepSeek-V3's router that Megatron's computes otherwise, one line each."""
-    problems = check(hf)
+    problems = [*check(hf), *dense.check_fixed(hf, _DEEPSEEK_FIXED)]
     if problems:
         return problems
     if not hf.get("norm_topk_prob", True):

@@ -5,13 +5,13 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state
-from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
 from megatron_rl import platform
 from megatron_rl.config.base import ConfigError
 from megatron_rl.config.trainer import MoEConfig, ParallelConfig
 from megatron_rl.models import layer_spec, rope
-from megatron_rl.models.family import Family, HFConfig, head_dim, padded_vocab, tied
+from megatron_rl.models.family import Family, HFConfig, padded_vocab, tied
 from megatron_rl.models.language_model import LanguageModel
 from megatron_rl.models.layers import backend
 from megatron_rl.models.registry import check_supported, family_of
@@ -60,12 +60,12 @@ def _build_chunk(
     rotary_dim = family.rotary_dim(hf)
     return LanguageModel(
         config,
-        hybrid_stack_spec=layer_spec.stack_spec(config, backend.provider()),
+        hybrid_stack_spec=layer_spec.stack_spec(config, backend.provider(), family.rotary_interleaved(hf), family.index_sources(hf)),
         hybrid_layer_pattern="|".join(blocks),
         vocab_size=hf["vocab_size"],
         padded_vocab_size=padded_vocab(hf, parallel.tensor_parallel),
         max_sequence_length=hf.get("max_position_embeddings", 2048),
-        rotary_percent=rotary_dim / head_dim(hf),
+        rotary_percent=rotary_dim / config.kv_channels,
         inverse_frequencies=rope.rope(hf).inverse_frequencies(rotary_dim),
         head_chunk_tokens=head_chunk_tokens,
         share_embeddings_and_output_weights=tied(hf),
@@ -86,7 +86,8 @@ def transformer_config(
     if recompute == "full":
         # One block (attention and MLP entries) is the unit that is recomputed.
         fields |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 2}
-    return TransformerConfig(
+    config = MLATransformerConfig if fields.get("multi_latent_attention") else TransformerConfig
+    return config(
         num_layers=2 * hf["num_hidden_layers"],
         is_hybrid_model=True,
         activation_func=F.silu,

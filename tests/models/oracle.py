@@ -46,7 +46,9 @@ def reference(model_dir: Path, data: dict[str, torch.Tensor]) -> dict:
         (-(chosen * data[f"{number}.weights"]).sum()).backward()
         logprobs.append(chosen.detach())
         entropies.append(-(distribution.exp() * distribution).sum(-1).detach())
-    gradients = {name: grad for key, parameter in model.named_parameters() for name, grad in _as_saved(key, parameter.grad)}
+    # The indexer of sparse attention has no gradient.
+    trained = [(key, parameter.grad) for key, parameter in model.named_parameters() if parameter.grad is not None]
+    gradients = {name: grad for key, grad in trained for name, grad in _as_saved(key, grad)}
     return {"logprobs": logprobs, "entropy": entropies, "gradients": gradients, "weights": load_file(model_dir / "model.safetensors")}
 
 

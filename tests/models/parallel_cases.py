@@ -82,8 +82,10 @@ def _run(case: dict, parallel: ParallelConfig, world: platform.World, data: dict
     )
     for chunk in policy.chunks:
         for parameter in chunk.parameters():
-            parameter.data = parameter.main_grad.clone()
-    gradients = {name: tensor.clone() for name, tensor in conversion.export_tensors(policy) if "e_score_correction_bias" not in name}
+            if parameter.requires_grad:
+                parameter.data = parameter.main_grad.clone()
+    frozen = ("e_score_correction_bias", ".indexer.")
+    gradients = {n: tensor.clone() for n, tensor in conversion.export_tensors(policy) if not any(part in n for part in frozen)}
     _save(gradients, out / f"{case['name']}.grads", world)
     place = dataclasses.asdict(world) | {"first": world.is_first_stage, "last": world.is_last_stage, "writes": world.writes_stage}
     result = {"stage_outputs": bool(logprobs), "world": place}

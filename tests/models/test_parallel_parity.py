@@ -9,7 +9,15 @@ import torch
 from oracle import LENGTHS, reference, write_micro_batches
 from ranks import run_ranks
 from safetensors.torch import load_file
-from tiny_models import write_glm4_moe, write_llama, write_qwen3, write_qwen3_moe
+from tiny_models import (
+    write_deepseek_v3,
+    write_deepseek_v3_yarn,
+    write_glm4_moe,
+    write_glm_moe_dsa,
+    write_llama,
+    write_qwen3,
+    write_qwen3_moe,
+)
 from transformers import AutoModelForCausalLM
 
 pytestmark = pytest.mark.ranks
@@ -25,6 +33,9 @@ LAUNCHES = {
         {"name": "qwen3-moe", "model": "qwen3_moe", "parallel": {}},
         {"name": "glm4-moe", "model": "glm4_moe", "parallel": {}, "recompute": "full"},
         {"name": "bf16", "model": "qwen3", "parallel": {}, "dtype": "bfloat16", "save_hf": True},
+        {"name": "deepseek", "model": "deepseek_v3", "parallel": {}, "recompute": "full"},
+        {"name": "dsa", "model": "glm_moe_dsa", "parallel": {}, "recompute": "full"},
+        {"name": "deepseek-bf16", "model": "deepseek_v3_yarn", "parallel": {}, "dtype": "bfloat16", "save_hf": True},
     ],
     2: [
         {"name": "tp2", "model": "qwen3", "parallel": TP2},
@@ -52,6 +63,13 @@ LAUNCHES = {
         {"name": "glm-ep2", "model": "glm4_moe", "parallel": EP2, "save_hf": True},
         {"name": "glm-cp2-ep2", "model": "glm4_moe", "parallel": {**CP2, **EP2}},
         {"name": "glm-pp2-vpp2", "model": "glm4_moe", "parallel": {**PP2, **VPP2}},
+        {"name": "deepseek-tp2-ep2", "model": "deepseek_v3", "parallel": {**TP2, **EP2, "expert_tensor_parallel": 1}, "save_hf": True},
+        {"name": "deepseek-tp2-yarn", "model": "deepseek_v3_yarn", "parallel": TP2},
+        {"name": "deepseek-cp2-ep2", "model": "deepseek_v3", "parallel": {**CP2, **EP2}},
+        {"name": "deepseek-pp2-vpp2", "model": "deepseek_v3_yarn", "parallel": {**PP2, **VPP2}},
+        {"name": "dsa-tp2", "model": "glm_moe_dsa", "parallel": TP2, "save_hf": True},
+        {"name": "dsa-cp2-ep2", "model": "glm_moe_dsa", "parallel": {**CP2, **EP2}},
+        {"name": "dsa-pp2", "model": "glm_moe_dsa", "parallel": PP2},
         {"name": "dp2", "model": "qwen3_tied", "parallel": {}},
     ],
     4: [
@@ -61,6 +79,8 @@ LAUNCHES = {
         {"name": "moe-pp2-ep2", "model": "qwen3_moe", "parallel": {**PP2, **EP2}, "save_hf": True},
         {"name": "glm-ep2-etp2", "model": "glm4_moe", "parallel": {**TP2, **EP2, "expert_tensor_parallel": 2}, "save_hf": True},
         {"name": "glm-pp2-vpp2-ep2", "model": "glm4_moe", "parallel": {**PP2, **VPP2, **EP2}, "save_hf": True},
+        {"name": "deepseek-pp2-ep2", "model": "deepseek_v3", "parallel": {**PP2, **EP2}, "save_hf": True},
+        {"name": "dsa-tp2-cp2", "model": "glm_moe_dsa", "parallel": {**TP2, **CP2}},
         {"name": "tp2-dp2", "model": "qwen3", "parallel": TP2},
     ],
 }
@@ -76,6 +96,9 @@ def folder(tmp_path_factory):
     write_llama(path / "llama")
     write_qwen3_moe(path / "qwen3_moe")
     write_glm4_moe(path / "glm4_moe")
+    write_deepseek_v3(path / "deepseek_v3")
+    write_glm_moe_dsa(path / "glm_moe_dsa")
+    write_deepseek_v3_yarn(path / "deepseek_v3_yarn")
     return path
 
 
@@ -86,7 +109,7 @@ def data(folder):
 
 @pytest.fixture(scope="module")
 def oracles(folder, data):
-    return {name: reference(folder / name, data) for name in ("qwen3", "qwen3_tied", "llama", "qwen3_moe", "glm4_moe")}
+    return {path.name: reference(path, data) for path in folder.iterdir() if (path / "config.json").exists()}
 
 
 @pytest.fixture(scope="module")

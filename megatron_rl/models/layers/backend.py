@@ -15,11 +15,15 @@ from megatron_rl.models.layers.norm import TorchRMSNorm
 from megatron_rl.models.layers.self_attention import TorchSelfAttention
 
 
+from megatron_rl.models.layers.replicated import ReplicatedLinear, TorchLayerNorm
 class TorchProvider(LocalSpecProvider):
     """Megatron's plain linears with our norm, attention and SwiGLU."""
 
     def layer_norm(self, rms_norm: bool = False, for_qk: bool = False, has_residual: bool = False) -> LayerNormBuilder:
-        return TorchRMSNorm
+        return TorchRMSNorm if rms_norm else TorchLayerNorm
+
+    def linear(self) -> type:
+        return ReplicatedLinear
 
     def core_attention(self) -> type:
         return TorchAttention

@@ -20,6 +20,7 @@ from megatron_rl.kernels.rotary.reference import rotate
 class LatentAttention(MLASelfAttention):
     """Latent attention over packed sequences (DeepSeek-V2, arXiv:2405.04434): [t / tensor ranks, 1, h] -> the same.
 
+    `rotary_interleaved`: whether neighbouring dimensions make a rotary pair, not the two halves.
     `rotary_pos_emb` of its forward is (cosines, sines), each [t, rotary / 2], of the tokens that all tensor ranks hold together.
     """
 
@@ -33,12 +34,13 @@ class LatentAttention(MLASelfAttention):
         pg_collection: ProcessGroupCollection | None = None,
         pp_layer_offset: int | None = None,
         name: str | None = None,
+        rotary_interleaved: bool = False,
     ) -> None:
         # Not MLASelfAttention's, which accepts no other linears.
         MultiLatentAttention.__init__(
             self, config, submodules, layer_number, attn_mask_type, "self", cp_comm_type, pg_collection, pp_layer_offset, name
         )
-        self.rotary_interleaved = config.rotary_interleaved
+        self.rotary_interleaved = rotary_interleaved
         linear = {"config": config, "init_method": config.init_method, "bias": False, "skip_bias_add": False}
         replicated = {**linear, "parallel_mode": "duplicated", "skip_weight_param_allocation": False}
         column = {**linear, "gather_output": False, "is_expert": False, "tp_group": self.tp_group}
@@ -49,9 +51,7 @@ class LatentAttention(MLASelfAttention):
             self.linear_q_down_proj = submodules.linear_q_down_proj(config.hidden_size, query_rank, **replicated)
             self.q_layernorm = submodules.q_layernorm(config=config, hidden_size=query_rank, eps=config.layernorm_epsilon)
             self.linear_q_up_proj = submodules.linear_q_up_proj(query_rank, heads * self.q_head_dim, **column)
-        self.linear_kv_down_proj = submodules.linear_kv_down_proj(
-            config.hidden_size, latent + config.qk_pos_emb_head_dim, **replicated
-        )
+        self.linear_kv_down_proj = submodules.linear_kv_down_proj(config.hidden_size, latent + config.qk_pos_emb_head_dim, **replicated)
         self.kv_layernorm = submodules.kv_layernorm(config=config, hidden_size=latent, eps=config.layernorm_epsilon)
         self.linear_kv_up_proj = submodules.linear_kv_up_proj(latent, heads * (config.qk_head_dim + config.v_head_dim), **column)
 
