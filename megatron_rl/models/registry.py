@@ -7,6 +7,7 @@ from megatron_rl.config.base import ConfigError
 from megatron_rl.config.trainer import ParallelConfig
 from megatron_rl.models import deepseek_v3, glm4_moe, glm_moe_dsa, llama, moe, qwen3, qwen3_moe, rope
 from megatron_rl.models.family import Family, HFConfig, key_value_heads, padded_vocab
+from megatron_rl.models.layers.head_exchange import head_problem
 
 FAMILIES = (qwen3.FAMILY, llama.FAMILY, qwen3_moe.FAMILY, glm4_moe.FAMILY, deepseek_v3.FAMILY, glm_moe_dsa.FAMILY)
 _REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
@@ -77,6 +78,10 @@ def _check_layout(hf: HFConfig, parallel: ParallelConfig) -> list[str]:
         problems.append(
             f"[trainer.parallel] tensor_parallel = {tensor} leaves the last rank no row of a vocabulary of {hf['vocab_size']}; lower it"
         )
+    heads, groups = hf["num_attention_heads"], key_value_heads(hf)
+    if parallel.context_parallel_kind == "ulysses" and not (heads % tensor or groups % tensor):
+        problem = head_problem(heads // tensor, groups // tensor, parallel.context_parallel)
+        problems += [problem] if problem else []
     return problems
 
 

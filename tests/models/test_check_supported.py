@@ -37,6 +37,7 @@ def test_supported_layouts_have_no_problems():
         {"tensor_parallel": 2},
         {"pipeline_parallel": 4},
         {"tensor_parallel": 2, "pipeline_parallel": 2, "context_parallel": 2},
+        {"context_parallel": 4, "context_parallel_kind": "ulysses"},
     ):
         assert check_supported(QWEN3, ParallelConfig(**sizes)) == []
 
@@ -51,6 +52,12 @@ def test_unknown_architecture_names_the_known_ones():
     [
         ({}, {"pipeline_parallel": 3}, "pipeline_parallel = 3 does not divide the model's 4 layers; choose one of 1, 2, 4"),
         ({}, {"tensor_parallel": 4}, "tensor_parallel = 4 does not divide the model's 2 key-value heads; choose one of 1, 2"),
+        ({}, {"context_parallel": 3, "context_parallel_kind": "ulysses"}, "must divide a tensor rank's 4 attention heads"),
+        (
+            {},
+            {"tensor_parallel": 2, "context_parallel": 4, "context_parallel_kind": "ulysses"},
+            "a multiple of its 1 key-value heads; change it, or context_parallel_kind to 'ring' or 'all_gather'",
+        ),
         ({"intermediate_size": 81}, {"tensor_parallel": 2}, "81 MLP columns"),
         ({"num_key_value_heads": 4, "vocab_size": 5}, {"tensor_parallel": 4}, "leaves the last rank no row of a vocabulary of 5"),
     ],

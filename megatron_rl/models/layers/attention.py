@@ -4,6 +4,7 @@ Megatron's own DotProductAttention knows neither packed sequences nor context pa
 """
 
 import itertools
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,15 +16,19 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
-from megatron_rl.models.layers.context_parallel import GatherSequence, zigzag
+from megatron_rl.models.layers.context_parallel import GatherSequence, share, zigzag
+from megatron_rl.models.layers.ring_attention import ring_attention
+from megatron_rl.models.layers.ulysses import ulysses_attention
 
 
 class TorchAttention(MegatronModule):
-    """Core attention with grouped queries: [s, b, heads, d] or packed [t, heads, d] in, heads merged out.
+    """Core attention with grouped queries: [s, b, heads, d] or packed [t, heads, d] in, heads merged out. Values may be of another width.
 
     Packed sequences do not see one another: the cost is the sum of squared lengths and no mask is built. Neighbours of one length are
-    attended in one call (packing sorts by length, so there are many). Under context parallel,
-    queries stay and keys and values are gathered from all ranks (one all-gather forward, one reduce-scatter backward).
+    attended in one call (packing sorts by length, so there are many). Under context parallel, by Megatron's `cp_comm_type`:
+      all_gather (default)  queries stay, keys and values of all ranks are gathered (one all-gather forward, one reduce-scatter backward)
+      p2p                   queries stay, keys and values travel around the ranks (models.layers.ring_attention)
+      a2a                   heads are exchanged for tokens and back (models.layers.ulysses)
     """
 
     def __init__(
@@ -42,6 +47,12 @@ class TorchAttention(MegatronModule):
         self.group = pg_collection.cp
         self.scale = softmax_scale
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+        kinds = {"all_gather": self._gather, "p2p": self._ring, "a2a": self._exchange}
+        if cp_comm_type not in (None, *kinds):
+            raise ValueError(f"cp_comm_type = {cp_comm_type!r} is not supported without TransformerEngine, only {', '.join(kinds)}")
+        if cp_comm_type == "p2p" and self.dropout:
+            raise ValueError("cp_comm_type = 'p2p' without TransformerEngine has no attention dropout; set attention_dropout = 0")
+        self.attend_over_ranks = kinds[cp_comm_type or "all_gather"]
 
     def forward(
         self,
@@ -60,36 +71,40 @@ class TorchAttention(MegatronModule):
         else:
             query, key, value = (tensor.unsqueeze(1) for tensor in (query, key, value))
             lengths = sequence_offsets(packed_seq_params).diff().tolist()
-        if size == 1:
-            parts = self._attend_runs(query, key, value, lengths)
-        else:
-            parts = self._attend_over_ranks(query, key, value, lengths, [length // size for length in lengths])
-        output = parts[0] if len(parts) == 1 else torch.cat(parts)
+        output = self._attend_sequences(query, key, value, lengths) if size == 1 else self.attend_over_ranks(query, key, value, lengths)
         return output.flatten(2) if packed_seq_params is None else output.flatten(1)
 
-    def _attend_runs(self, query: Tensor, key: Tensor, value: Tensor, lengths: list[int]) -> list[Tensor]:
-        runs = [(length, len(list(equal))) for length, equal in itertools.groupby(lengths)]
+    def _attend_sequences(self, query: Tensor, key: Tensor, value: Tensor, lengths: list[int]) -> Tensor:
+        runs = runs_of(lengths)
         tokens = [length * count for length, count in runs]
         parts = []
         for (length, count), *qkv in zip(runs, query.split(tokens), key.split(tokens), value.split(tokens), strict=True):
             if count == 1:
                 parts.append(self._attend(*qkv, None))
-            else:  # [count * length, 1, heads, d] -> [length, count, heads, d] and back
-                rows = (tensor.squeeze(1).unflatten(0, (count, length)).transpose(0, 1) for tensor in qkv)
-                parts.append(self._attend(*rows, None).transpose(0, 1).flatten(0, 1).unsqueeze(1))
-        return parts
+            else:  # [count * length, b, heads, d] -> [length, count * b, heads, d] and back
+                rows = (tensor.unflatten(0, (count, length)).transpose(0, 1).flatten(1, 2) for tensor in qkv)
+                parts.append(self._attend(*rows, None).unflatten(1, (count, -1)).transpose(0, 1).flatten(0, 1))
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def _attend_over_ranks(self, query: Tensor, key: Tensor, value: Tensor, lengths: list[int], shares: list[int]) -> list[Tensor]:
+    def _gather(self, query: Tensor, key: Tensor, value: Tensor, lengths: list[int]) -> Tensor:
         rank, size, device = self.group.rank(), self.group.size(), query.device
         gathered = GatherSequence.apply(torch.cat([key, value], dim=-1), self.group)
         parts, start = [], 0
-        for length, share in zip(lengths, shares, strict=True):
-            keys, values = gathered[:, start : start + share].flatten(0, 1).split([key.shape[-1], value.shape[-1]], dim=-1)
+        for length in lengths:
+            end = start + share(length, size)
+            keys, values = gathered[:, start:end].flatten(0, 1).split([key.shape[-1], value.shape[-1]], dim=-1)
             key_positions = torch.cat([zigzag(length, other, size) for other in range(size)]).to(device)
             mask = zigzag(length, rank, size).to(device)[:, None] >= key_positions
-            parts.append(self._attend(query[start : start + share], keys, values, mask))
-            start += share
-        return parts
+            parts.append(self._attend(query[start:end], keys, values, mask))
+            start = end
+        return torch.cat(parts)
+
+    def _ring(self, query: Tensor, key: Tensor, value: Tensor, lengths: list[int]) -> Tensor:
+        runs = runs_of([share(length, self.group.size()) for length in lengths])
+        return ring_attention(query, key, value, runs, self.scale or query.shape[-1] ** -0.5, self.group)
+
+    def _exchange(self, query: Tensor, key: Tensor, value: Tensor, lengths: list[int]) -> Tensor:
+        return ulysses_attention(query, key, value, lengths, partial(self._attend_sequences, lengths=lengths), self.group)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
         query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
@@ -113,3 +128,8 @@ class TorchAttention(MegatronModule):
 def sequence_offsets(packed: PackedSeqParams) -> Tensor:
     """Offsets of the packed sequences including their padding, [sequences + 1] int32, before context parallel splits them."""
     return packed.cu_seqlens_q if packed.cu_seqlens_q_padded is None else packed.cu_seqlens_q_padded
+
+
+def runs_of(lengths: list[int]) -> list[tuple[int, int]]:
+    """(length, count) of neighbours of one length: [4, 4, 8] -> [(4, 2), (8, 1)]."""
+    return [(length, len(list(equal))) for length, equal in itertools.groupby(lengths)]

@@ -12,20 +12,30 @@ import torch.distributed as dist
 from torch import Tensor
 
 
-def zigzag(length: int, rank: int, size: int) -> Tensor:
-    """Positions within one sequence of `length` that `rank` of `size` holds, [length / size] int64.
+def share(length: int, size: int) -> int:
+    """Tokens of a sequence that each of `size` ranks holds.
 
     Raises:
         ValueError: length is not a multiple of 2 * size (of 1, when size is 1).
     """
-    if size == 1:
-        return torch.arange(length)
-    chunk, rest = divmod(length, 2 * size)
-    if rest:
+    if size > 1 and length % (2 * size):
         raise ValueError(
             f"a sequence of {length} tokens does not divide over context_parallel = {size}: pad it to a multiple of {2 * size}"
         )
-    return torch.cat([torch.arange(chunk) + rank * chunk, torch.arange(chunk) + (2 * size - 1 - rank) * chunk])
+    return length // size
+
+
+def zigzag(length: int, rank: int, size: int) -> Tensor:
+    """Positions within one sequence of `length` that `rank` of `size` holds, [length / size] int64.
+
+    Raises:
+        ValueError: as `share`.
+    """
+    held = share(length, size)
+    if size == 1:
+        return torch.arange(length)
+    first = torch.arange(held // 2)
+    return torch.cat([first + rank * (held // 2), first + (2 * size - 1 - rank) * (held // 2)])
 
 
 def zigzag_indices(cu_seqlens: Sequence[int], rank: int, size: int) -> Tensor:
@@ -52,3 +62,18 @@ class GatherSequence(torch.autograd.Function):
         local = grad.new_empty(grad.shape[1:])
         dist.reduce_scatter_tensor(local, grad.contiguous().flatten(0, 1), group=ctx.group)
         return local, None
+
+
+class ExchangeSequence(torch.autograd.Function):
+    """[size, t, ...] -> the same shape: entry r goes to rank r, and entry r of the result came from there. Its own backward."""
+
+    @staticmethod
+    def forward(ctx: torch.autograd.function.FunctionCtx, parts: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        received = torch.empty(parts.shape, dtype=parts.dtype, device=parts.device)
+        dist.all_to_all_single(received, parts.contiguous(), group=group)
+        return received
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) -> tuple[Tensor, None]:
+        return ExchangeSequence.apply(grad, ctx.group), None
