@@ -20,10 +20,13 @@ from megatron_rl.config.model import ModelConfig
 from megatron_rl.config.run import EvalRunConfig, RLConfig
 from megatron_rl.inference.guard import TOKEN_VARIABLE, WATCHER_VARIABLE
 from megatron_rl.platform.parent_death import die_with_parent
+from megatron_rl.precision import IGNORED
 
 MODULE = "vllm.entrypoints.openai.api_server"
 CPU_BATCHED_TOKENS = 4096
 """Prompt tokens that a CPU engine takes up in one step, when the context is no longer."""
+ONLINE_QUANTIZATIONS = ("fp8_per_tensor", "fp8_per_block", "fp8_per_channel", "mxfp8", "mxfp4")
+"""Of inference.vllm.quantization: they take every linear that they are not told to leave (vLLM 0.32, config/quantization.py)."""
 NO_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 ERROR_LINE = re.compile(r"^(?:\S*(?:Error|Exception)|api_server\.py: error)\b.*:\s.+")
 
@@ -69,6 +72,8 @@ def arguments(
             f"inference.vllm sets {', '.join(map(repr, clashes))}, which megatron_rl sets itself; remove it and use the keys of "
             "[inference], [model] or the top level"
         )
+    if given.get("quantization") in ONLINE_QUANTIZATIONS:
+        defaults["quantization-config"] = {"ignore": list(IGNORED)}
     return defaults | ours | given
 
 

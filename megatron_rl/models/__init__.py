@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING, Literal
 
+from megatron_rl.config.precision import PrecisionConfig
 from megatron_rl.config.trainer import MoEConfig, ParallelConfig
 from megatron_rl.models.registry import check_supported, family_of, read_hf_config
 
@@ -18,6 +19,7 @@ def build(
     recompute: Literal["none", "full"] = "none",
     head_chunk_tokens: int = 1024,
     moe: MoEConfig = MoEConfig(),  # noqa: B008 (frozen)
+    precision: PrecisionConfig = PrecisionConfig(),  # noqa: B008 (frozen)
 ) -> "Policy":
     """This rank's part of the model that `hf_dir`/config.json describes, with fresh weights; `conversion.load_hf` fills them.
 
@@ -28,4 +30,4 @@ def build(
     """
     from megatron_rl.models.policy import build_policy
 
-    return build_policy(read_hf_config(hf_dir), parallel, moe, dtype, recompute, head_chunk_tokens)
+    return build_policy(read_hf_config(hf_dir), parallel, moe, precision, dtype, recompute, head_chunk_tokens)

@@ -7,8 +7,9 @@ import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
-from megatron_rl import platform
+from megatron_rl import platform, precision
 from megatron_rl.config.base import ConfigError
+from megatron_rl.config.precision import PrecisionConfig
 from megatron_rl.config.trainer import MoEConfig, ParallelConfig
 from megatron_rl.models import layer_spec, rope
 from megatron_rl.models.family import Family, HFConfig, padded_vocab, tied
@@ -30,14 +31,24 @@ class Policy:
     hf_config: HFConfig
     family: Family
     dtype: torch.dtype
+    token_alignment: int
+    """A micro-batch has a multiple of this many tokens on every context rank."""
 
 
-def build_policy(hf: HFConfig, parallel: ParallelConfig, moe: MoEConfig, dtype: str, recompute: str, head_chunk_tokens: int) -> Policy:
+def build_policy(
+    hf: HFConfig,
+    parallel: ParallelConfig,
+    moe: MoEConfig,
+    low_precision: PrecisionConfig,
+    dtype: str,
+    recompute: str,
+    head_chunk_tokens: int,
+) -> Policy:
     """See `models.build`."""
     if problems := check_supported(hf, parallel):
         raise ConfigError(*problems)
     family = family_of(hf)
-    config = transformer_config(hf, family, parallel, moe, getattr(torch, dtype), recompute)
+    config = transformer_config(hf, family, parallel, moe, low_precision, getattr(torch, dtype), recompute)
     chunks = [
         _build_chunk(number, config, family, hf, parallel, head_chunk_tokens).to(platform.device())
         for number in range(parallel.virtual_pipeline_parallel)
@@ -47,7 +58,7 @@ def build_policy(hf: HFConfig, parallel: ParallelConfig, moe: MoEConfig, dtype: 
             for name, parameter in chunk.named_parameters():
                 if name.endswith(".mlp.router.weight"):
                     parameter.requires_grad = False
-    return Policy(chunks, config, hf, family, config.params_dtype)
+    return Policy(chunks, config, hf, family, config.params_dtype, precision.token_alignment(low_precision))
 
 
 def _build_chunk(
@@ -76,13 +87,19 @@ def _build_chunk(
 
 
 def transformer_config(
-    hf: HFConfig, family: Family, parallel: ParallelConfig, moe: MoEConfig, dtype: torch.dtype, recompute: str
+    hf: HFConfig,
+    family: Family,
+    parallel: ParallelConfig,
+    moe: MoEConfig,
+    low_precision: PrecisionConfig,
+    dtype: torch.dtype,
+    recompute: str,
 ) -> TransformerConfig:
     """Megatron's config of this model: one layer per entry of the stack, two entries per block.
 
     Gradients are sums: with calculate_per_token_loss neither DDP nor the schedule divides them by ranks or micro-batches.
     """
-    fields = family.transformer(hf) | platform.transformer_defaults()
+    fields = family.transformer(hf) | platform.transformer_defaults() | precision.megatron_fields(low_precision)
     if recompute == "full":
         # One block (attention and MLP entries) is the unit that is recomputed.
         fields |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 2}

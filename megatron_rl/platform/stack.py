@@ -67,15 +67,40 @@ def _gpu_only(gpus: int, remedy: str) -> str:
     return remedy if gpus else ""
 
 
+@dataclass(frozen=True)
+class Gpu:
+    """The first GPU of this machine."""
+
+    name: str
+    capability: tuple[int, int]
+
+
 def gpu_count() -> int:
     """GPUs the NVIDIA driver shows; 0 without a driver."""
+    driver, count = _driver(), ctypes.c_int(0)
+    if driver is not None:
+        driver.cuDeviceGetCount(ctypes.byref(count))
+    return count.value
+
+
+def gpu() -> Gpu | None:
+    """Name and compute capability of the first GPU; None where there is none."""
+    if not gpu_count():
+        return None
+    driver, name, numbers = _driver(), ctypes.create_string_buffer(256), (ctypes.c_int(0), ctypes.c_int(0))
+    driver.cuDeviceGetName(name, 256, 0)
+    for number, attribute in zip(numbers, (75, 76), strict=True):  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR
+        driver.cuDeviceGetAttribute(ctypes.byref(number), attribute, 0)
+    return Gpu(name.value.decode(), (numbers[0].value, numbers[1].value))
+
+
+def _driver() -> ctypes.CDLL | None:
+    """NVIDIA's, initialised; None where there is none or no GPU it can use."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
-        return 0
-    count = ctypes.c_int(0)
-    ready = driver.cuInit(0) == 0 and driver.cuDeviceGetCount(ctypes.byref(count)) == 0
-    return count.value if ready else 0
+        return None
+    return driver if driver.cuInit(0) == 0 else None
 
 
 def _device(gpus: int) -> Component:

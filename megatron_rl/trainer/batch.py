@@ -33,9 +33,9 @@ class ModelInputs:
     denominators: dict[str, float]
 
 
-def padded_tokens(micro_batch: MicroBatch, world: World) -> int:
-    """Tokens of the micro-batch once padded for the layout, over all context ranks."""
-    return int(_padded_offsets(micro_batch, world)[-1])
+def padded_tokens(micro_batch: MicroBatch, world: World, alignment: int) -> int:
+    """Tokens of the micro-batch once padded for the layout and to a multiple of `alignment` on every context rank, over all of them."""
+    return int(_padded_offsets(micro_batch, world, alignment)[-1])
 
 
 def model_inputs(micro_batch: MicroBatch, world: World, tokens: int | None = None) -> ModelInputs:
@@ -74,11 +74,11 @@ def model_inputs(micro_batch: MicroBatch, world: World, tokens: int | None = Non
     )
 
 
-def _padded_offsets(micro_batch: MicroBatch, world: World) -> np.ndarray:
+def _padded_offsets(micro_batch: MicroBatch, world: World, alignment: int = 1) -> np.ndarray:
     """Documents padded to a multiple of 2 * context (zigzag halves), all together to one of context * tensor (sequence parallel)."""
     each = 2 * world.context_size if world.context_size > 1 else 1
     lengths = -(-np.diff(micro_batch.cu_seqlens.astype(np.int64)) // each) * each
-    lengths[-1] += -int(lengths.sum()) % math.lcm(each, world.context_size * world.tensor_size)
+    lengths[-1] += -int(lengths.sum()) % math.lcm(each, world.context_size * world.tensor_size, world.context_size * alignment)
     return np.concatenate([[0], np.cumsum(lengths)])
 
 

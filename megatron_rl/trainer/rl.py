@@ -26,7 +26,7 @@ def main(config: RLConfig, world: World, batches: BatchClient, resume_from: Path
     """One rank, from the first to the last step (collective over all ranks)."""
     trainer, run_dir = config.trainer, Path(config.run.dir)
     session = open_session(
-        world, config.model, start_weights(config), trainer, trainer.optim, trainer.scheduler, trainer.steps, resume_from
+        world, config.model, start_weights(config), trainer, trainer.optim, trainer.scheduler, trainer.steps, resume_from, config.precision
     )
     rl_loss = build_loss(trainer.loss.name, **trainer.loss.options)
     sender = None if trainer.replay else FilesystemSender(run_dir, config.weights.keep_last)

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from megatron_rl import conversion, models
 from megatron_rl.config.model import ModelConfig
+from megatron_rl.config.precision import PrecisionConfig
 from megatron_rl.config.trainer import OptimConfig, SchedulerConfig, TrainerConfig
 from megatron_rl.models.policy import Policy
 from megatron_rl.platform import World
@@ -36,9 +37,10 @@ def open_session(
     scheduler: SchedulerConfig,
     steps: int,
     resume_from: Path | None,
+    precision: PrecisionConfig = PrecisionConfig(),  # noqa: B008 (frozen)
 ) -> Session:
     """Build this rank's part of the policy, and load `source`'s weights (HF) or the checkpoint `resume_from`."""
-    policy = models.build(source, trainer.parallel, model.dtype, trainer.recompute, trainer.head_chunk_tokens, trainer.moe)
+    policy = models.build(source, trainer.parallel, model.dtype, trainer.recompute, trainer.head_chunk_tokens, trainer.moe, precision)
     if resume_from is None:
         conversion.load_hf(policy, source)
     optimizer = Optimizer(policy, optim, scheduler, steps)

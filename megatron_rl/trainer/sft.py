@@ -25,7 +25,9 @@ def main(config: RLConfig | SftRunConfig, world: World, resume_from: Path | None
     """One rank, from the first to the last step; exports hf/sft (collective over all ranks)."""
     sft, trainer, run_dir = config.sft, config.trainer, Path(config.run.dir)
     assert sft is not None
-    session = open_session(world, config.model, config.model.path, trainer, sft.optim, sft.scheduler, sft.steps, resume_from)
+    session = open_session(
+        world, config.model, config.model.path, trainer, sft.optim, sft.scheduler, sft.steps, resume_from, config.precision
+    )
     samples = load_samples(Path(sft.data), Renderer.load(config.model.tokenizer_path).tokenizer, config.model.context)
     rl_loss = build_loss(trainer.loss.name, **trainer.loss.options)
     for step in range(session.start + 1, sft.steps + 1):

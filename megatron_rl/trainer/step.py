@@ -76,11 +76,14 @@ def pad_count(micro_batches: list[MicroBatch], batch: StepBatch, policy: Policy)
 
 
 def common_lengths(micro_batches: list[MicroBatch], policy: Policy, world: World) -> list[int | None]:
-    """Tokens that each micro-batch is padded to. Only the all-gather dispatcher needs one length on all data-parallel ranks."""
-    if policy.config.moe_token_dispatcher_type != "allgather" or world.data_size == 1:
+    """Tokens that each micro-batch is padded to, where more than the layout asks for it: low precision wants multiples, the all-gather
+    dispatcher one length on all data-parallel ranks."""
+    same = policy.config.moe_token_dispatcher_type == "allgather" and world.data_size > 1
+    if not same and policy.token_alignment == 1:
         return [None] * len(micro_batches)
-    lengths = torch.tensor([padded_tokens(m, world) for m in micro_batches], device=platform.device())
-    dist.all_reduce(lengths, op=dist.ReduceOp.MAX)
+    lengths = torch.tensor([padded_tokens(m, world, policy.token_alignment) for m in micro_batches], device=platform.device())
+    if same:
+        dist.all_reduce(lengths, op=dist.ReduceOp.MAX)
     return lengths.tolist()
 
 

@@ -1,5 +1,6 @@
 """The command line and environment of a server, and what is refused before one is started."""
 
+import json
 import socket
 
 import pytest
@@ -61,6 +62,15 @@ def test_further_arguments_are_passed_on():
     assert value(line, "--max-num-batched-tokens") == "1024"
     assert "--disable-cascade-attn" in line
     assert value(line, "--hf-overrides") == '{"a": 1}'
+
+
+def test_an_engine_that_quantises_leaves_what_the_trainer_leaves():
+    ignore = json.loads(value(line_of(InferenceConfig(vllm={"quantization": "fp8_per_block"})), "--quantization-config"))["ignore"]
+    assert {"*.mlp.gate", "*.in_proj_ba"} <= set(ignore)
+    own = InferenceConfig(vllm={"quantization": "fp8_per_block", "quantization-config": {"ignore": ["x"]}})
+    assert json.loads(value(line_of(own), "--quantization-config")) == {"ignore": ["x"]}
+    for quantization in ({}, {"quantization": "modelopt"}):
+        assert "--quantization-config" not in line_of(InferenceConfig(vllm=quantization))
 
 
 @pytest.mark.parametrize("name", ["max-model-len", "max_model_len", "--seed", "no-enforce-eager", "middleware"])

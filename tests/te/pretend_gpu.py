@@ -14,7 +14,7 @@ from torch.utils._device import _device_constructors
 
 from megatron_rl.platform import cpu
 
-CAPABILITY = {"A100": (8, 0), "H100": (9, 0), "B200": (10, 0)}
+CAPABILITY = {"A100": (8, 0), "L40S": (8, 9), "H100": (9, 0), "B200": (10, 0), "RTX 5090": (12, 0)}
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ ROOT = Path(__file__).parent.parent.parent
 
 @pytest.fixture(scope="module")
 def result(in_te):
-    return in_te("extension_cases.py:main")
+    return in_te("te_extension_cases.py:main")
 
 
 def test_it_is_of_the_version_that_the_gpu_image_installs():

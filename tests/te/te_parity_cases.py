@@ -1,4 +1,4 @@
-"""What runs in the process of tests/te/test_parity.py: the same weights and tokens through torch layers and TransformerEngine layers."""
+"""What runs in the process of tests/te/test_te_parity.py: the same weights and tokens through torch layers and TransformerEngine layers."""
 
 import os
 from pathlib import Path
@@ -17,7 +17,7 @@ LENGTHS = (30, 1, 17)
 
 
 def main(args: list[str]) -> dict:
-    """args: folder for the models. By model and "packed", "whole" (one document) or "recomputed": how far losses and gradients are apart."""
+    """args: folder for the models. By model and "packed", "whole" (one document) or "recomputed": how far they are apart."""
     directories = write(Path(args[0]))
     platform.install()
     te_kernels.install(te_extension.install())

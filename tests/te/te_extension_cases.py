@@ -1,4 +1,4 @@
-"""What runs in the process of tests/te/test_extension.py."""
+"""What runs in the process of tests/te/test_te_extension.py."""
 
 import ast
 import importlib

@@ -1,4 +1,4 @@
-"""What runs in the process of tests/te/test_layouts.py: every rank of many layouts, on meta."""
+"""What runs in the process of tests/te/test_te_layouts.py: every rank of many layouts, on meta."""
 
 import json
 from pathlib import Path

@@ -58,7 +58,7 @@ CASES = [
 def built(in_te, tmp_path_factory):
     folder = tmp_path_factory.mktemp("layouts")
     (folder / "cases.json").write_text(json.dumps(CASES))
-    return folder, in_te("layout_cases.py:main", [str(folder), str(folder / "cases.json")])
+    return folder, in_te("te_layout_cases.py:main", [str(folder), str(folder / "cases.json")])
 
 
 @pytest.mark.parametrize("model", WRITERS)

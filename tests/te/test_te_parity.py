@@ -8,7 +8,7 @@ pytestmark = pytest.mark.ranks
 
 @pytest.fixture(scope="module")
 def apart(in_te, tmp_path_factory):
-    return in_te("parity_cases.py:main", [str(tmp_path_factory.mktemp("parity"))])
+    return in_te("te_parity_cases.py:main", [str(tmp_path_factory.mktemp("parity"))])
 
 
 @pytest.mark.parametrize("documents", ["whole", "packed"])
