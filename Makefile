@@ -33,10 +33,11 @@ test-fast: $(STAMP) ## without engines and multi-rank jobs
 test-long: $(STAMP) ## kill matrix, soaks, studies
 	$(PYTEST) -m long --timeout 7200 $(ARGS)
 
-lint: $(STAMP) ## ruff, and shell syntax
+lint: $(STAMP) ## ruff, shell syntax, hadolint
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
 	for script in tools/*.sh examples/*.sh examples/*/*.sh .ci/run; do bash -n "$$script" || exit 1; done
+	.venv/bin/hadolint Dockerfile
 
 docs: $(STAMP) ## docs/config.md from the config tables
 	$(PYTHON) tools/config_reference.py > docs/config.md
