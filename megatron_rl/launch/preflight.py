@@ -85,14 +85,6 @@ def _precision(precision: PrecisionConfig) -> Iterator[str]:
         yield f"precision.recipe = {precision.recipe!r}: needs transformer-engine, which is not installed; see the Dockerfile"
 
 
-def _precision(precision: PrecisionConfig) -> Iterator[str]:
-    device = gpu()
-    problems = check_recipe(precision, device.name, device.capability) if device else check_recipe(precision, "this machine", None)
-    yield from problems
-    if precision.recipe != "none" and not problems and find_spec("transformer_engine") is None:
-        yield f"precision.recipe = {precision.recipe!r}: needs transformer-engine, which is not installed; see the Dockerfile"
-
-
 def _loss(loss: LossConfig) -> Iterator[str]:
     if loss == LossConfig():  # losses need torch, which takes seconds to import: only for what the user changed
         return
