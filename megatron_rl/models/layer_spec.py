@@ -19,7 +19,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import LayerNormBuilder
 from megatron.core.transformer.transformer_layer import MoETransformerLayer, TransformerLayer, TransformerLayerSubmodules
 
-from megatron_rl.models.layers.backend import self_attention
+from megatron_rl.models.layers.backend import moe_layer, self_attention
 from megatron_rl.models.layers.latent_attention import LatentAttention
 from megatron_rl.models.layers.sparse_attention import SharedIndexAttention, SparseLatentAttention
 from megatron_rl.models.naming import FUSED_NORMS
@@ -67,9 +67,10 @@ def stack_spec(
         mlp_bda=get_bias_dropout_add,
         sharded_state_dict_keys_map=FUSED_NORMS,
     )
+    moe = get_moe_module_spec_for_backend(layers, config.num_moe_experts or 1, moe_grouped_gemm=True)
     experts = TransformerLayerSubmodules(
         pre_mlp_layernorm=norm,
-        mlp=get_moe_module_spec_for_backend(layers, config.num_moe_experts or 1, moe_grouped_gemm=True),
+        mlp=partial(moe_layer(layers), submodules=moe.keywords["submodules"]),
         mlp_bda=get_bias_dropout_add,
     )
     return ModuleSpec(
@@ -77,9 +78,9 @@ def stack_spec(
         params={"final_norm": norm},
         submodules=HybridStackSubmodules(
             attention_layer=ModuleSpec(module=TransformerLayer, submodules=attention),
-            mlp_layer=ModuleSpec(module=MLPLayer, submodules=mlp),
             mla_layer=_latent_attention(layers, rotary_interleaved, LatentAttention, layers.core_attention()),
             dsa_layer=_latent_attention(layers, rotary_interleaved, SparseLatentAttention, _sparse_attention(layers, index_sources)),
+            mlp_layer=ModuleSpec(module=MLPLayer, submodules=mlp),
             moe_layer=ModuleSpec(module=MoETransformerLayer, submodules=experts),
         ),
     )

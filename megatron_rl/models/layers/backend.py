@@ -6,18 +6,21 @@ import torch
 from megatron.core.models.backends import BackendSpecProvider, LocalSpecProvider
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.torch_norm import LayerNormBuilder
 
 from megatron_rl import platform
 from megatron_rl.kernels.swiglu.reference import swiglu
 from megatron_rl.models.layers.attention import TorchAttention
+from megatron_rl.models.layers.experts import TorchGroupedMLP
+from megatron_rl.models.layers.moe_layer import TorchMoELayer
 from megatron_rl.models.layers.norm import TorchRMSNorm
+from megatron_rl.models.layers.replicated import ReplicatedLinear, TorchLayerNorm
 from megatron_rl.models.layers.self_attention import TorchSelfAttention
 
 
-from megatron_rl.models.layers.replicated import ReplicatedLinear, TorchLayerNorm
 class TorchProvider(LocalSpecProvider):
-    """Megatron's plain linears with our norm, attention and SwiGLU."""
+    """Megatron's plain linears with our norm, attention, SwiGLU and experts."""
 
     def layer_norm(self, rms_norm: bool = False, for_qk: bool = False, has_residual: bool = False) -> LayerNormBuilder:
         return TorchRMSNorm if rms_norm else TorchLayerNorm
@@ -30,6 +33,9 @@ class TorchProvider(LocalSpecProvider):
 
     def activation_func(self) -> Callable[..., torch.nn.Module]:
         return SwiGLU
+
+    def grouped_mlp_modules(self, moe_use_grouped_gemm: bool) -> type[TorchGroupedMLP]:
+        return TorchGroupedMLP
 
 
 class SwiGLU(torch.nn.Module):
@@ -45,6 +51,11 @@ class SwiGLU(torch.nn.Module):
 def self_attention(layers: BackendSpecProvider) -> type[SelfAttention]:
     """The attention module that goes with a provider's layers."""
     return TorchSelfAttention if isinstance(layers, TorchProvider) else SelfAttention
+
+
+def moe_layer(layers: BackendSpecProvider) -> type[MoELayer]:
+    """The mixture-of-experts module that goes with a provider's layers."""
+    return TorchMoELayer if isinstance(layers, TorchProvider) else MoELayer
 
 
 def provider() -> BackendSpecProvider:
