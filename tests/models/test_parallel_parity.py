@@ -46,6 +46,8 @@ LAUNCHES = {
         {"name": "pp2-tied", "model": "qwen3_tied", "parallel": PP2, "save_hf": True},
         {"name": "cp2", "model": "qwen3", "parallel": CP2},
         {"name": "cp2-llama", "model": "llama", "parallel": CP2},
+        {"name": "cp2-ring", "model": "qwen3", "parallel": {**CP2, "context_parallel_kind": "ring"}, "recompute": "full"},
+        {"name": "cp2-ulysses", "model": "qwen3", "parallel": {**CP2, "context_parallel_kind": "ulysses"}},
         {"name": "pp2-vpp2", "model": "qwen3", "parallel": {**PP2, **VPP2}},
         {"name": "pp2-vpp2-tied", "model": "qwen3_tied", "parallel": {**PP2, **VPP2}, "save_hf": True},
         {"name": "moe-tp2", "model": "qwen3_moe", "parallel": {**TP2, "expert_tensor_parallel": 2}},
@@ -75,6 +77,7 @@ LAUNCHES = {
     4: [
         {"name": "tp2-pp2-tied", "model": "qwen3_tied", "parallel": {**TP2, **PP2}, "save_hf": True},
         {"name": "tp2-cp2", "model": "qwen3", "parallel": {**TP2, **CP2}},
+        {"name": "tp2-cp2-ring", "model": "qwen3", "parallel": {**TP2, **CP2, "context_parallel_kind": "ring"}},
         {"name": "pp2-cp2-llama", "model": "llama", "parallel": {**PP2, **CP2}},
         {"name": "moe-pp2-ep2", "model": "qwen3_moe", "parallel": {**PP2, **EP2}, "save_hf": True},
         {"name": "glm-ep2-etp2", "model": "glm4_moe", "parallel": {**TP2, **EP2, "expert_tensor_parallel": 2}, "save_hf": True},
