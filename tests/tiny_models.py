@@ -123,7 +123,7 @@ def write_deepseek_v3_yarn(path: Path) -> PreTrainedModel:
 
 def write_glm_moe_dsa(path: Path, **sizes: object) -> PreTrainedModel:
     """Float32 GLM-5: a query sees 6 keys of its document at most, blocks 1 and 3 take the choice of the block before, the first block is
-    dense. Indexer scores are far enough apart for the choice not to depend on rounding (test_sparse_attention.py)."""
+    dense. Indexer scores are far enough apart for the choice not to depend on rounding (test_latent_attention.py)."""
     indexer = {"index_topk": 6, "index_n_heads": 8, "index_head_dim": 16, "indexer_types": ["full", "shared", "full", "shared"]}
     experts = {**_GROUPED, "n_group": 1, "num_experts_per_tok": 3, "first_k_dense_replace": 1, "n_shared_experts": 1}
     return _write(GlmMoeDsaForCausalLM(GlmMoeDsaConfig(**{**_SIZES, **_LATENT, **experts, **indexer, **sizes})), path)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tiny_models import LLAMA3_ROPE
+from tiny_models import LLAMA3_ROPE, YARN_ROPE
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
@@ -42,6 +42,14 @@ def test_llama3_frequencies_have_the_bits_of_transformers(head_dim):
     for parameters in (LLAMA3_ROPE, llama31):
         ours = rope({"rope_parameters": parameters}).inverse_frequencies(head_dim)
         assert torch.equal(ours, _transformers_frequencies(parameters, head_dim))
+
+
+def test_yarn_frequencies_have_the_bits_of_transformers():
+    deepseek_v3 = {"factor": 40, "beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0, "rope_theta": 10000.0}
+    kimi_k2 = deepseek_v3 | {"factor": 32.0, "beta_fast": 1.0, "rope_theta": 50000.0}
+    for parameters in (YARN_ROPE, deepseek_v3, kimi_k2):
+        parameters = {"rope_type": "yarn", "original_max_position_embeddings": 4096} | parameters
+        assert torch.equal(rope({"rope_parameters": parameters}).inverse_frequencies(64), _transformers_frequencies(parameters, 64))
 
 
 def test_both_spellings_mean_the_same():
