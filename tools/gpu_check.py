@@ -36,6 +36,8 @@ FAMILIES: dict[str, Callable[[Path], torch.nn.Module]] = {
     "qwen3": lambda path: tiny_models.write_qwen3(path, tied=False),
     "qwen3_moe": tiny_models.write_qwen3_moe,
     "glm4_moe": tiny_models.write_glm4_moe,
+    "deepseek_v3": tiny_models.write_deepseek_v3,
+    "glm_moe_dsa": tiny_models.write_glm_moe_dsa,
 }
 RECIPES = ("none", "delayed", "current", "blockwise", "mxfp8", "nvfp4")
 DOCUMENTS = (48, 16, 64)

@@ -19,7 +19,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import LayerNormBuilder
 from megatron.core.transformer.transformer_layer import MoETransformerLayer, TransformerLayer, TransformerLayerSubmodules
 
-from megatron_rl.models.layers.backend import moe_layer, self_attention
+from megatron_rl.models.layers.backend import TorchProvider, moe_layer, self_attention
 from megatron_rl.models.layers.latent_attention import LatentAttention
 from megatron_rl.models.layers.sparse_attention import SharedIndexAttention, SparseLatentAttention
 from megatron_rl.models.naming import FUSED_NORMS
@@ -79,7 +79,7 @@ def stack_spec(
         submodules=HybridStackSubmodules(
             attention_layer=ModuleSpec(module=TransformerLayer, submodules=attention),
             mla_layer=_latent_attention(layers, rotary_interleaved, LatentAttention, layers.core_attention()),
-            dsa_layer=_latent_attention(layers, rotary_interleaved, SparseLatentAttention, _sparse_attention(layers, index_sources)),
+            dsa_layer=_latent_attention(layers, rotary_interleaved, SparseLatentAttention, _sparse_attention(index_sources)),
             mlp_layer=ModuleSpec(module=MLPLayer, submodules=mlp),
             moe_layer=ModuleSpec(module=MoETransformerLayer, submodules=experts),
         ),
@@ -114,11 +114,10 @@ def _latent_attention(
     )
 
 
-def _sparse_attention(layers: BackendSpecProvider, index_sources: tuple[int, ...]) -> ModuleSpec:
-    linear = layers.linear()
-    indexer = DSAIndexerSubmodules(
-        linear_wq_b=linear, linear_wk=linear, k_norm=layers.layer_norm(rms_norm=False), linear_weights_proj=linear
-    )
+def _sparse_attention(index_sources: tuple[int, ...]) -> ModuleSpec:
+    plain = TorchProvider()  # TransformerEngine's layers would be quantised: see precision/ignore.py
+    linear, norm = plain.linear(), plain.layer_norm(rms_norm=False)
+    indexer = DSAIndexerSubmodules(linear_wq_b=linear, linear_wk=linear, k_norm=norm, linear_weights_proj=linear)
     return ModuleSpec(
         module=SharedIndexAttention,
         params={"index_sources": index_sources},

@@ -18,9 +18,11 @@ WRITERS = {
     "qwen3 tied": lambda path: tiny_models.write_qwen3(path, tied=True),
     "qwen3_moe": tiny_models.write_qwen3_moe,
     "glm4_moe": tiny_models.write_glm4_moe,
+    "deepseek_v3": tiny_models.write_deepseek_v3,
+    "glm_moe_dsa": tiny_models.write_glm_moe_dsa,
 }
 """A new family is one more row."""
-MOE = ("qwen3_moe", "glm4_moe")
+MOE = ("qwen3_moe", "glm4_moe", "deepseek_v3", "glm_moe_dsa")
 
 
 def write(folder: Path) -> dict[str, Path]:

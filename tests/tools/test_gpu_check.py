@@ -25,7 +25,7 @@ def rows(page: str, title: str) -> list[list[str]]:
 
 def test_every_family_agrees_with_transformers(page):
     found = {row[0]: row for row in rows(page, "Parity")}
-    assert set(found) == {"llama", "qwen3", "qwen3_moe", "glm4_moe"}
+    assert set(found) == {"llama", "qwen3", "qwen3_moe", "glm4_moe", "deepseek_v3", "glm_moe_dsa"}
     for _, backend, log_probs, gradient in found.values():
         assert (backend, gradient) == ("torch", "0.0e+00")
         assert 0 < float(log_probs) < 1e-4
