@@ -4,4 +4,8 @@ from setuptools import find_packages, setup
 
 packages = find_packages(include=["megatron_rl", "megatron_rl.*"])
 kernels = ["megatron_rl.kernels", *(f"megatron_rl.kernels.{name}" for name in find_packages("kernels"))]
-setup(packages=packages + kernels, package_dir={"megatron_rl": "megatron_rl", "megatron_rl.kernels": "kernels"})
+setup(
+    packages=[*packages, *kernels, "megatron_rl.models.presets"],
+    package_dir={"megatron_rl": "megatron_rl", "megatron_rl.kernels": "kernels"},
+    package_data={"megatron_rl.models.presets": ["*.json"]},
+)

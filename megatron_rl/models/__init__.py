@@ -1,15 +1,15 @@
-"""Model families on Megatron's HybridModel: `check_supported` (no torch) and `build`."""
+"""Model families on Megatron's HybridModel: `check_supported` and `presets` (no torch), and `build`."""
 
 from typing import TYPE_CHECKING, Literal
 
 from megatron_rl.config.precision import PrecisionConfig
 from megatron_rl.config.trainer import MoEConfig, ParallelConfig
-from megatron_rl.models.registry import check_supported, family_of, read_hf_config
+from megatron_rl.models.registry import check_supported, family_of, presets, read_hf_config
 
 if TYPE_CHECKING:
     from megatron_rl.models.policy import Policy
 
-__all__ = ["build", "check_supported", "family_of", "read_hf_config"]
+__all__ = ["build", "check_supported", "family_of", "presets", "read_hf_config"]
 
 
 def build(

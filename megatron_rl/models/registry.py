@@ -28,6 +28,11 @@ def read_hf_config(hf_dir: str | Path) -> HFConfig:
         raise ConfigError(f"{path}: not JSON: {error}") from None
 
 
+def presets() -> dict[str, HFConfig]:
+    """config.json of published models, by name: what sets shapes and arithmetic, no tokenizer ids."""
+    return {path.stem: json.loads(path.read_text()) for path in sorted((Path(__file__).parent / "presets").glob("*.json"))}
+
+
 def family_of(hf: HFConfig) -> Family:
     """The family that reads this config.
 
