@@ -68,6 +68,8 @@ LAUNCHES = {
         {"name": "deepseek-tp2-ep2", "model": "deepseek_v3", "parallel": {**TP2, **EP2, "expert_tensor_parallel": 1}, "save_hf": True},
         {"name": "deepseek-tp2-yarn", "model": "deepseek_v3_yarn", "parallel": TP2},
         {"name": "deepseek-cp2-ep2", "model": "deepseek_v3", "parallel": {**CP2, **EP2}},
+        {"name": "deepseek-ring", "model": "deepseek_v3_yarn", "parallel": {**CP2, "context_parallel_kind": "ring"}},
+        {"name": "deepseek-ulysses", "model": "deepseek_v3_yarn", "parallel": {**CP2, "context_parallel_kind": "ulysses"}},
         {"name": "deepseek-pp2-vpp2", "model": "deepseek_v3_yarn", "parallel": {**PP2, **VPP2}},
         {"name": "dsa-tp2", "model": "glm_moe_dsa", "parallel": TP2, "save_hf": True},
         {"name": "dsa-cp2-ep2", "model": "glm_moe_dsa", "parallel": {**CP2, **EP2}},
@@ -187,8 +189,8 @@ def test_gradients_equal_transformers(ranks, case, launches, oracles):
     assert gradients.keys() == expected.keys()
     tolerance = 6e-2 if case.get("dtype") == "bfloat16" else 1e-5
     for name, gradient in expected.items():
-        error = (gradients[name] - gradient).norm() / gradient.norm()
-        assert error < tolerance, f"{name}: relative error {error:.1e}"
+        error, size = (gradients[name] - gradient).norm(), gradient.norm()
+        assert error <= tolerance * size, f"{name}: error {error:.1e} of {size:.1e}"  # an expert that no token chose has gradient 0
 
 
 @each_case
