@@ -1,7 +1,7 @@
 """The trainer: parallel layout, optimizer, schedule, loss, checkpoints."""
 
 import math
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from pydantic import Field, model_validator
 
@@ -124,6 +124,10 @@ class CheckpointConfig(Table):
     """Older complete checkpoints are deleted once a newer one is complete."""
 
 
+RecomputeModule = Literal["core_attn", "mlp", "moe", "shared_experts"]
+"""Megatron's names."""
+
+
 class TrainerConfig(Table):
     """[trainer]"""
 
@@ -139,8 +143,14 @@ class TrainerConfig(Table):
     """Capacity of one packed micro-batch; a single sample may not be longer."""
     head_chunk_tokens: int = Field(default=1024, ge=1)
     """Tokens whose logits exist at a time in the log-prob head."""
-    recompute: Literal["none", "full"] = "none"
-    """Activation recomputation."""
+    recompute: Literal["none", "full", "selective"] = "none"
+    """Activation recomputation: of whole blocks, or of `recompute_modules`."""
+    recompute_modules: tuple[RecomputeModule, ...] = ()
+    """With recompute = "selective": attention without its linears, dense MLPs, whole MoE layers, shared experts."""
+    offload_activations: bool = False
+    """Keep what the backward pass needs in host memory."""
+    offload_optimizer: bool = False
+    """Keep the optimizer's states in host memory and step there (Megatron's hybrid optimizer). On a CPU machine they are there anyway."""
     replay: str | None = None
     """Directory of dumped batches (`runs/<name>/batches`): train on them instead of on live rollouts, without an engine."""
     threads: int | None = Field(default=None, ge=1)
@@ -152,6 +162,16 @@ class TrainerConfig(Table):
     def _warmup_fits(self) -> "TrainerConfig":
         if self.scheduler.kind != "constant" and self.scheduler.warmup_steps >= self.steps:
             raise ValueError(f"scheduler.warmup_steps = {self.scheduler.warmup_steps} leaves nothing of steps = {self.steps}")
+        return self
+
+    @model_validator(mode="after")
+    def _recompute_fits(self) -> "TrainerConfig":
+        if self.recompute == "selective" and not self.recompute_modules:
+            raise ValueError(f"recompute = 'selective' needs recompute_modules, some of {', '.join(get_args(RecomputeModule))}")
+        if self.recompute != "selective" and self.recompute_modules:
+            raise ValueError(f"recompute_modules says nothing with recompute = {self.recompute!r}; set recompute = 'selective'")
+        if {"moe", "shared_experts"} <= set(self.recompute_modules):
+            raise ValueError("recompute_modules: 'moe' recomputes the shared experts too; leave 'shared_experts' out")
         return self
 
     @model_validator(mode="after")

@@ -48,9 +48,12 @@ def check(config: RLConfig | SftRunConfig | EvalRunConfig, ranks: int | None = N
 
 def _model(config: RLConfig | SftRunConfig, parallel: ParallelConfig) -> list[str]:
     from megatron_rl.models import check_supported
+    from megatron_rl.models.recompute import check_recompute
 
     hf = validate.hf_config(config.model)
-    return check_supported(hf, parallel) if hf is not None else []
+    if hf is None:
+        return []
+    return check_supported(hf, parallel) or check_recompute(hf, config.trainer.recompute_modules)
 
 
 def _engine(config: RLConfig | EvalRunConfig) -> Iterator[str]:

@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING, Literal
 
 from megatron_rl.config.precision import PrecisionConfig
-from megatron_rl.config.trainer import MoEConfig, ParallelConfig
+from megatron_rl.config.trainer import MoEConfig, ParallelConfig, RecomputeModule
 from megatron_rl.models.registry import check_supported, family_of, presets, read_hf_config
 
 if TYPE_CHECKING:
@@ -16,10 +16,12 @@ def build(
     hf_dir: str,
     parallel: ParallelConfig,
     dtype: Literal["float32", "bfloat16"],
-    recompute: Literal["none", "full"] = "none",
+    recompute: Literal["none", "full", "selective"] = "none",
     head_chunk_tokens: int = 1024,
     moe: MoEConfig = MoEConfig(),  # noqa: B008 (frozen)
     precision: PrecisionConfig = PrecisionConfig(),  # noqa: B008 (frozen)
+    recompute_modules: tuple[RecomputeModule, ...] = (),
+    offload_activations: bool = False,
 ) -> "Policy":
     """This rank's part of the model that `hf_dir`/config.json describes, with fresh weights; `conversion.load_hf` fills them.
 
@@ -30,4 +32,6 @@ def build(
     """
     from megatron_rl.models.policy import build_policy
 
-    return build_policy(read_hf_config(hf_dir), parallel, moe, precision, dtype, recompute, head_chunk_tokens)
+    return build_policy(
+        read_hf_config(hf_dir), parallel, moe, precision, dtype, recompute, recompute_modules, head_chunk_tokens, offload_activations
+    )

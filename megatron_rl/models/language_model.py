@@ -1,5 +1,6 @@
 """One pipeline stage of a causal language model: embedding, layer stack, log-prob head."""
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 from megatron_rl import platform
 from megatron_rl.kernels.lm_head.reference import log_probs_and_entropy
 from megatron_rl.models.layers.attention import sequence_offsets
+from megatron_rl.models.layers.offload import offloaded_activations
 from megatron_rl.models.layers.self_attention import rotary_table
 
 
@@ -22,6 +24,7 @@ class LanguageModel(HybridModel):
         vocab_size: tokens of the tokenizer's vocabulary; rows up to `padded_vocab_size` are padding.
         inverse_frequencies: [rotary_dim / 2] float32, of the rotary embedding.
         head_chunk_tokens: tokens whose logits exist at a time.
+        offload_activations: whether what the stack keeps for its backward pass lies in host memory.
         Others as in HybridModel.
     """
 
@@ -33,6 +36,7 @@ class LanguageModel(HybridModel):
         padded_vocab_size: int,
         inverse_frequencies: Tensor,
         head_chunk_tokens: int,
+        offload_activations: bool,
         **kwargs: Any,
     ) -> None:
         super().__init__(config, vocab_size=padded_vocab_size, position_embedding_type="rope", parallel_output=True, **kwargs)
@@ -41,6 +45,7 @@ class LanguageModel(HybridModel):
             self.rotary_pos_emb.inv_freq = inverse_frequencies.to(self.rotary_pos_emb.inv_freq.device)
         self.unpadded_vocab_size = vocab_size
         self.head_chunk_tokens = head_chunk_tokens
+        self.offload_activations = offload_activations
 
     def forward(
         self,
@@ -64,12 +69,13 @@ class LanguageModel(HybridModel):
             hidden states [t / tensor_parallel, 1, h] for the next one.
         """
         hidden = self.embedding(input_ids=input_ids, position_ids=position_ids) if self.pre_process else None
-        hidden = self.decoder(
-            hidden_states=hidden,
-            attention_mask=None,
-            rotary_pos_emb=self._rotary_embedding(position_ids, packed_seq_params),
-            packed_seq_params=packed_seq_params,
-        )
+        with offloaded_activations() if self.offload_activations else nullcontext():
+            hidden = self.decoder(
+                hidden_states=hidden,
+                attention_mask=None,
+                rotary_pos_emb=self._rotary_embedding(position_ids, packed_seq_params),
+                packed_seq_params=packed_seq_params,
+            )
         return self._head(hidden, labels, temperatures) if self.post_process else hidden
 
     def _rotary_embedding(self, position_ids: Tensor, packed: PackedSeqParams | None) -> Tensor:

@@ -1,5 +1,6 @@
 """A rank's share of the model being trained, and how it is built from an HF config."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +16,7 @@ from megatron_rl.models import layer_spec, rope
 from megatron_rl.models.family import Family, HFConfig, padded_vocab, tied
 from megatron_rl.models.language_model import LanguageModel
 from megatron_rl.models.layers import backend
+from megatron_rl.models.recompute import check_recompute
 from megatron_rl.models.registry import check_supported, family_of
 
 _CONTEXT_PARALLEL = {"all_gather": "all_gather", "ring": "p2p", "ulysses": "a2a"}
@@ -33,6 +35,8 @@ class Policy:
     dtype: torch.dtype
     token_alignment: int
     """A micro-batch has a multiple of this many tokens on every context rank."""
+    trains_routers: bool
+    """Whether there are routers and they are trained."""
 
 
 def build_policy(
@@ -42,15 +46,17 @@ def build_policy(
     low_precision: PrecisionConfig,
     dtype: str,
     recompute: str,
+    recompute_modules: Sequence[str],
     head_chunk_tokens: int,
+    offload_activations: bool,
 ) -> Policy:
     """See `models.build`."""
-    if problems := check_supported(hf, parallel):
+    if problems := check_supported(hf, parallel) or check_recompute(hf, recompute_modules):
         raise ConfigError(*problems)
     family = family_of(hf)
-    config = transformer_config(hf, family, parallel, moe, low_precision, getattr(torch, dtype), recompute)
+    config = transformer_config(hf, family, parallel, moe, low_precision, getattr(torch, dtype), recompute, recompute_modules)
     chunks = [
-        _build_chunk(number, config, family, hf, parallel, head_chunk_tokens).to(platform.device())
+        _build_chunk(number, config, family, hf, parallel, head_chunk_tokens, offload_activations).to(platform.device())
         for number in range(parallel.virtual_pipeline_parallel)
     ]
     if not moe.train_router:
@@ -58,11 +64,18 @@ def build_policy(
             for name, parameter in chunk.named_parameters():
                 if name.endswith(".mlp.router.weight"):
                     parameter.requires_grad = False
-    return Policy(chunks, config, hf, family, config.params_dtype, precision.token_alignment(low_precision))
+    trains_routers = moe.train_router and family.has_experts(hf)
+    return Policy(chunks, config, hf, family, config.params_dtype, precision.token_alignment(low_precision), trains_routers)
 
 
 def _build_chunk(
-    number: int, config: TransformerConfig, family: Family, hf: HFConfig, parallel: ParallelConfig, head_chunk_tokens: int
+    number: int,
+    config: TransformerConfig,
+    family: Family,
+    hf: HFConfig,
+    parallel: ParallelConfig,
+    head_chunk_tokens: int,
+    offload_activations: bool,
 ) -> LanguageModel:
     """Chunk `number` of this stage; the stack's segments go round the stages, chunk by chunk."""
     segments = parallel.pipeline_parallel * parallel.virtual_pipeline_parallel
@@ -79,6 +92,7 @@ def _build_chunk(
         rotary_percent=rotary_dim / config.kv_channels,
         inverse_frequencies=rope.rope(hf).inverse_frequencies(rotary_dim),
         head_chunk_tokens=head_chunk_tokens,
+        offload_activations=offload_activations,
         share_embeddings_and_output_weights=tied(hf),
         pre_process=parallel_state.is_pipeline_first_stage(**stage),
         post_process=parallel_state.is_pipeline_last_stage(**stage),
@@ -94,6 +108,7 @@ def transformer_config(
     low_precision: PrecisionConfig,
     dtype: torch.dtype,
     recompute: str,
+    recompute_modules: Sequence[str] = (),
 ) -> TransformerConfig:
     """Megatron's config of this model: one layer per entry of the stack, two entries per block.
 
@@ -103,6 +118,8 @@ def transformer_config(
     if recompute == "full":
         # One block (attention and MLP entries) is the unit that is recomputed.
         fields |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 2}
+    if recompute == "selective":
+        fields |= {"recompute_granularity": "selective", "recompute_modules": list(recompute_modules)}
     config = MLATransformerConfig if fields.get("multi_latent_attention") else TransformerConfig
     return config(
         num_layers=2 * hf["num_hidden_layers"],

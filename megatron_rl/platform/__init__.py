@@ -12,6 +12,8 @@ _HOME = {
     "device": "devices",
     "layer_backend": "devices",
     "matmul_float32": "devices",
+    "host_buffer": "devices",
+    "optimizer_offload": "devices",
     "transformer_defaults": "devices",
     "initialize": "world",
     "World": "world",

@@ -52,3 +52,15 @@ def matmul_float32(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     if a.is_cuda:
         return torch.mm(a, b, out_dtype=torch.float32)
     return a.float() @ b.float()
+
+
+def host_buffer(tensor: torch.Tensor) -> torch.Tensor:
+    """Host memory for a copy of `tensor`, pinned where it comes from a GPU."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.is_cuda)
+
+
+def optimizer_offload() -> dict[str, Any]:
+    """OptimizerConfig fields that keep the optimizer's states in host memory and step there: none on a CPU, where that is so anyway
+    (and Megatron's hybrid optimizer, which pairs GPU parameters with copies, does not run)."""
+    fields = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0, "use_precision_aware_optimizer": True}
+    return {} if device().type == "cpu" else fields

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
 
 from megatron_rl import platform
+from megatron_rl.config.base import ConfigError
 from megatron_rl.trainer.optimizer import Optimizer
 from megatron_rl.transports.atomic import fsync_path, write_atomic
 
@@ -29,7 +30,7 @@ def save(run_dir: Path, step: int, optimizer: Optimizer, orchestrator_state: byt
             shutil.rmtree(leftover, ignore_errors=True)
         (partial / "trainer").mkdir(parents=True)
     dist.barrier()
-    state = {"layout": LAYOUT, "step": step, **_sharded_state(optimizer, loading=False)}
+    state = {"layout": LAYOUT, "step": step, "trains_routers": optimizer.trains_routers, **_sharded_state(optimizer, loading=False)}
     dist_checkpointing.save(state, str(partial / "trainer"), verify_integrity=True)
     dist.barrier()
     if dist.get_rank() == 0:
@@ -54,12 +55,21 @@ def due(step: int, last: int, interval: int | None) -> bool:
 
 
 def load(checkpoint: Path, optimizer: Optimizer) -> int:
-    """Load model and optimizer state in place at any layout (collective). Returns the step."""
+    """Load model and optimizer state in place at any layout (collective). Returns the step.
+
+    Raises ConfigError where routers were frozen and are now trained, or the other way round."""
+    known = dist_checkpointing.load_common_state_dict(str(checkpoint / "trainer"))
+    if known["layout"] != LAYOUT:
+        raise ValueError(f"{checkpoint}: checkpoint layout {known['layout']}, this version reads {LAYOUT}")
+    if (trained := known.get("trains_routers", False)) != optimizer.trains_routers:
+        now, then, were = str(optimizer.trains_routers).lower(), str(trained).lower(), "trained" if trained else "frozen"
+        raise ConfigError(
+            f"trainer.moe.train_router = {now}: the routers of {checkpoint} were {were}; "
+            f"resume with train_router = {then}, or start a new run from its HF export"
+        )
     state = dist_checkpointing.load(
-        {"layout": LAYOUT, "step": 0, **_sharded_state(optimizer, loading=True)}, str(checkpoint / "trainer"), verify_integrity=True
+        {"step": 0, **_sharded_state(optimizer, loading=True)}, str(checkpoint / "trainer"), verify_integrity=True
     )
-    if state["layout"] != LAYOUT:
-        raise ValueError(f"{checkpoint}: checkpoint layout {state['layout']}, this version reads {LAYOUT}")
     for key, chunk in zip(_model_keys(optimizer), optimizer.chunks, strict=True):
         chunk.module.load_state_dict(state[key])
     optimizer.megatron.load_state_dict(state["optimizer"])

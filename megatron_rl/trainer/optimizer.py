@@ -1,9 +1,12 @@
 """Megatron's AdamW (FP32 master weights, states sharded over data parallel) behind three verbs."""
 
+import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 
+from megatron_rl import platform
+from megatron_rl.config.base import ConfigError
 from megatron_rl.config.trainer import OptimConfig, SchedulerConfig
 from megatron_rl.models.policy import Policy
 from megatron_rl.trainer.schedule import learning_rate
@@ -12,8 +15,12 @@ from megatron_rl.trainer.schedule import learning_rate
 class Optimizer:
     """Wraps the policy's chunks for gradient reduction (`.chunks`) and steps them."""
 
-    def __init__(self, policy: Policy, config: OptimConfig, scheduler: SchedulerConfig, steps: int) -> None:
+    def __init__(self, policy: Policy, config: OptimConfig, scheduler: SchedulerConfig, steps: int, offload: bool = False) -> None:
         self.config, self.scheduler, self.steps = config, scheduler, steps
+        self.trains_routers = policy.trains_routers
+        host = platform.optimizer_offload() if offload else {}
+        if host and policy.dtype is torch.float32:
+            raise ConfigError("trainer.offload_optimizer = true: Megatron's hybrid optimizer needs model.dtype = 'bfloat16'")
         ddp = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
         self.chunks = [DistributedDataParallel(policy.config, ddp, chunk, disable_bucketing=i > 0) for i, chunk in enumerate(policy.chunks)]
         # the loss carries global denominators already: no division by token counts here
@@ -31,6 +38,7 @@ class Optimizer:
                 bf16=policy.config.bf16,
                 params_dtype=policy.config.params_dtype,
                 use_distributed_optimizer=True,
+                **host,
             ),
             self.chunks,
         )
@@ -51,6 +59,7 @@ class Optimizer:
         for group in self.megatron.param_groups:
             group["lr"] = lr * group.get("lr_mult", 1.0)
         if self.config.clip_grad > 0:
-            clip_grad_by_total_norm_fp32(self.megatron.get_parameters(), self.config.clip_grad, gradient_norm)
+            decoupled = self.megatron.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
+            clip_grad_by_total_norm_fp32(self.megatron.get_parameters(), self.config.clip_grad, gradient_norm, decoupled)
         self.megatron.step_with_ready_grads()
         return lr

@@ -7,15 +7,16 @@ from pathlib import Path
 from megatron_rl import platform
 
 
-def main(args: list[str]) -> dict[str, list[dict]]:
-    """args: the work directory, then the names of layouts.json's cases. Returns each case's metrics lines."""
+def main(args: list[str]) -> dict[str, list[dict] | str]:
+    """args: the work directory, then the names of layouts.json's cases. Returns each case's metrics lines, or why it was refused."""
     platform.install()
+    from megatron_rl.config.base import ConfigError
     from megatron_rl.trainer import rl
     from megatron_rl.transports.batches.filesystem import ReplayClient
 
     work = Path(args[0])
     cases = json.loads((work / "layouts.json").read_text())
-    world = None
+    world, lines = None, {}
     for name in args[1:]:
         case = cases[name]
         config = rl_config(work, name, case)
@@ -23,10 +24,12 @@ def main(args: list[str]) -> dict[str, list[dict]]:
         if os.environ["RANK"] == "0":
             Path(config.run.dir).mkdir(parents=True)
         world = regroup(config.trainer.parallel, world)
-        rl.main(config, world, ReplayClient(Path(config.trainer.replay)), checkpoint)
-    lines = {}
-    if os.environ["RANK"] == "0":
-        for name in args[1:]:
+        try:
+            rl.main(config, world, ReplayClient(Path(config.trainer.replay)), checkpoint)
+        except ConfigError as error:
+            lines[name] = str(error)
+            continue
+        if os.environ["RANK"] == "0":
             lines[name] = [json.loads(line) for line in (work / "runs" / name / "metrics.jsonl").read_text().splitlines()]
     return lines
 
@@ -49,7 +52,7 @@ def rl_config(work: Path, name: str, case: dict):
     return RLConfig.model_validate(
         {
             "run": {"name": name, "root": str(work / "runs")},
-            "model": {"path": str(work / "model"), "dtype": "float32", "context": 64},
+            "model": {"path": str(work / case.get("model", "model")), "dtype": "float32", "context": 64},
             "trainer": {
                 "steps": case.get("steps", 2),
                 "replay": str(work / case.get("batches", "batches")),
@@ -59,6 +62,7 @@ def rl_config(work: Path, name: str, case: dict):
                 "recompute": case.get("recompute", "none"),
                 "head_chunk_tokens": case.get("head_chunk_tokens", 1024),
                 "checkpoint": {"interval": 1},
+                **case.get("memory", {}),
             },
             "train": {"source": [{"id": "none", "env": {"path": "unused.py"}}]},
         }

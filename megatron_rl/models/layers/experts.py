@@ -11,6 +11,7 @@ from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group, mak
 from megatron.core.utils import divide
 from torch import Tensor
 
+from megatron_rl import platform
 from megatron_rl.kernels.grouped_mlp.reference import grouped_mlp
 
 
@@ -53,7 +54,7 @@ class ExpertLinears(torch.nn.Module):
         # Whether other ranks than those of dense parameters share the gradient: Megatron's rule for parameters of experts.
         same_ranks = config.expert_model_parallel_size == 1 and config.expert_tensor_parallel_size == config.tensor_model_parallel_size
         for expert in range(experts):
-            weight = torch.nn.Parameter(torch.empty(out, width, dtype=config.params_dtype, device=torch.cuda.current_device()))
+            weight = torch.nn.Parameter(torch.empty(out, width, dtype=config.params_dtype, device=platform.device()))
             set_tensor_model_parallel_attributes(weight, is_parallel=True, dim=split_axis, stride=1)
             weight.allreduce = same_ranks
             if config.perform_initialization:
