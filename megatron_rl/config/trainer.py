@@ -82,6 +82,14 @@ class MoEConfig(Table):
     """How tokens reach their experts under expert parallel."""
     train_router: bool = False
     """Train the routers' weights. Off: they stay as loaded, so that trainer and engine keep choosing the same experts."""
+    aux_loss_coefficient: float = Field(default=0.0, ge=0)
+    """Weight of a load-balancing loss: of every document and MoE layer (DeepSeek-V3), mean over the step's documents."""
+
+    @model_validator(mode="after")
+    def _balances_trained_routers(self) -> "MoEConfig":
+        if self.aux_loss_coefficient and not self.train_router:
+            raise ValueError(f"aux_loss_coefficient = {self.aux_loss_coefficient} trains routers that are frozen; set train_router = true")
+        return self
 
 
 class OptimConfig(Table):
@@ -170,6 +178,8 @@ class TrainerConfig(Table):
             raise ValueError(f"recompute = 'selective' needs recompute_modules, some of {', '.join(get_args(RecomputeModule))}")
         if self.recompute != "selective" and self.recompute_modules:
             raise ValueError(f"recompute_modules says nothing with recompute = {self.recompute!r}; set recompute = 'selective'")
+        if "moe" in self.recompute_modules and self.moe.aux_loss_coefficient:
+            raise ValueError("recompute_modules: 'moe' with moe.aux_loss_coefficient is not supported; set recompute = 'full'")
         if {"moe", "shared_experts"} <= set(self.recompute_modules):
             raise ValueError("recompute_modules: 'moe' recomputes the shared experts too; leave 'shared_experts' out")
         return self

@@ -54,6 +54,7 @@ class LanguageModel(HybridModel):
         labels: Tensor | None = None,
         temperatures: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
+        documents: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Run this stage on this context rank's tokens.
 
@@ -63,11 +64,14 @@ class LanguageModel(HybridModel):
                 `packed_seq_params`; `position_ids` must say the same.
             temperatures: [1, t] float32 > 0.
             packed_seq_params: qkv_format "thd", cu_seqlens of the whole pack (all context ranks), covering every token.
+            documents: [2, t] int64 for the routers' load-balancing loss (`models.layers.router`).
 
         Returns:
             On the last stage (logprobs [t], entropy [t]) float32: of labels[i] given the tokens up to input_ids[i]. On other stages the
             hidden states [t / tensor_parallel, 1, h] for the next one.
         """
+        if documents is not None and self.config.sequence_parallel:
+            documents = documents.chunk(self.pg_collection.tp.size(), dim=1)[self.pg_collection.tp.rank()]
         hidden = self.embedding(input_ids=input_ids, position_ids=position_ids) if self.pre_process else None
         with offloaded_activations() if self.offload_activations else nullcontext():
             hidden = self.decoder(
@@ -75,6 +79,7 @@ class LanguageModel(HybridModel):
                 attention_mask=None,
                 rotary_pos_emb=self._rotary_embedding(position_ids, packed_seq_params),
                 packed_seq_params=packed_seq_params,
+                padding_mask=documents,
             )
         return self._head(hidden, labels, temperatures) if self.post_process else hidden
 

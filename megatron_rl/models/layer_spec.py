@@ -1,5 +1,6 @@
 """The layer stack as a Megatron spec: two entries per block (attention, MLP), from any layer provider."""
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -21,6 +22,7 @@ from megatron.core.transformer.transformer_layer import MoETransformerLayer, Tra
 
 from megatron_rl.models.layers.backend import TorchProvider, moe_layer, self_attention
 from megatron_rl.models.layers.latent_attention import LatentAttention
+from megatron_rl.models.layers.router import BalancedRouter
 from megatron_rl.models.layers.sparse_attention import SharedIndexAttention, SparseLatentAttention
 from megatron_rl.models.naming import FUSED_NORMS
 
@@ -70,7 +72,7 @@ def stack_spec(
     moe = get_moe_module_spec_for_backend(layers, config.num_moe_experts or 1, moe_grouped_gemm=True)
     experts = TransformerLayerSubmodules(
         pre_mlp_layernorm=norm,
-        mlp=partial(moe_layer(layers), submodules=moe.keywords["submodules"]),
+        mlp=partial(moe_layer(layers), submodules=replace(moe.keywords["submodules"], router=BalancedRouter)),
         mlp_bda=get_bias_dropout_add,
     )
     return ModuleSpec(

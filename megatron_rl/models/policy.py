@@ -16,6 +16,7 @@ from megatron_rl.models import layer_spec, rope
 from megatron_rl.models.family import Family, HFConfig, padded_vocab, tied
 from megatron_rl.models.language_model import LanguageModel
 from megatron_rl.models.layers import backend
+from megatron_rl.models.layers.router import BalancedRouter
 from megatron_rl.models.recompute import check_recompute
 from megatron_rl.models.registry import check_supported, family_of
 
@@ -37,6 +38,11 @@ class Policy:
     """A micro-batch has a multiple of this many tokens on every context rank."""
     trains_routers: bool
     """Whether there are routers and they are trained."""
+    aux_loss_coefficient: float
+
+    def routers(self) -> list[BalancedRouter]:
+        """Of this rank's layers."""
+        return [module for chunk in self.chunks for module in chunk.modules() if isinstance(module, BalancedRouter)]
 
 
 def build_policy(
@@ -65,7 +71,9 @@ def build_policy(
                 if name.endswith(".mlp.router.weight"):
                     parameter.requires_grad = False
     trains_routers = moe.train_router and family.has_experts(hf)
-    return Policy(chunks, config, hf, family, config.params_dtype, precision.token_alignment(low_precision), trains_routers)
+    return Policy(
+        chunks, config, hf, family, config.params_dtype, precision.token_alignment(low_precision), trains_routers, moe.aux_loss_coefficient
+    )
 
 
 def _build_chunk(

@@ -31,6 +31,7 @@ class ModelInputs:
     packed: PackedSeqParams  # boundaries of the documents before context parallel splits them
     targets: dict[str, torch.Tensor]  # [t], by the names in PREDICTED
     denominators: dict[str, float]
+    documents: torch.Tensor  # int64 [2, t]: number of each token's document, -1 for padding; how many documents there are
 
 
 def padded_tokens(micro_batch: MicroBatch, world: World, alignment: int) -> int:
@@ -48,7 +49,10 @@ def model_inputs(micro_batch: MicroBatch, world: World, tokens: int | None = Non
     pads = {row.name: row.pad for row in STREAMS}
     for name, array in shifted.items():
         array[last] = pads[name]
-    arrays = {"tokens": streams["token_ids"], "positions": np.concatenate([np.arange(n) for n in lengths]), **shifted}
+    real = np.diff(micro_batch.cu_seqlens) if micro_batch.sample_ids else np.zeros(len(lengths), np.int64)
+    documents = np.concatenate([np.where(np.arange(n) < end, i, -1) for i, (n, end) in enumerate(zip(lengths, real, strict=True))])
+    positions = np.concatenate([np.arange(n) for n in lengths])
+    arrays = {"documents": documents, "tokens": streams["token_ids"], "positions": positions, **shifted}
     device = platform.device()
     tensors = {name: torch.from_numpy(np.array(array)).to(device) for name, array in arrays.items()}
     if world.context_size > 1:
@@ -71,6 +75,7 @@ def model_inputs(micro_batch: MicroBatch, world: World, tokens: int | None = Non
         packed=packed,
         targets={name: tensors[name] for name in PREDICTED},
         denominators=micro_batch.denominators,
+        documents=torch.stack([tensors["documents"], torch.full_like(tensors["documents"], len(lengths))]),
     )
 
 

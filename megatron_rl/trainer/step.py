@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 
 from megatron_rl import platform
@@ -21,6 +22,7 @@ def train_step(policy: Policy, optimizer: Optimizer, rl_loss: Loss, batch: StepB
     """Train on this data-parallel rank's share of the step's batch. Returns the step's metrics, equal on every rank."""
     started = time.perf_counter()
     optimizer.zero_grad()
+    weigh_balance(policy, batch, world)
     stats = forward_backward(policy, optimizer, rl_loss, batch, world)
     totals = reduce_over_ranks(stats, world)
     check_denominators(totals, batch)
@@ -31,6 +33,7 @@ def train_step(policy: Policy, optimizer: Optimizer, rl_loss: Loss, batch: StepB
     lr = optimizer.step(batch.step, gradient_norm)
     return {
         **step_metrics(totals),
+        **balance_metrics(policy),
         "grad_norm": gradient_norm,
         "lr": lr,
         "time/forward_backward": computed - started,
@@ -43,7 +46,8 @@ def forward_backward(policy: Policy, optimizer: Optimizer, rl_loss: Loss, batch:
 
     def forward(micro_batches: Iterator[ModelInputs], model: torch.nn.Module) -> tuple:
         inputs = next(micro_batches)
-        output = model(inputs.token_ids, inputs.position_ids, inputs.labels, inputs.targets["temperatures"][None], inputs.packed)
+        temperatures, documents = inputs.targets["temperatures"][None], inputs.documents if policy.aux_loss_coefficient else None
+        output = model(inputs.token_ids, inputs.position_ids, inputs.labels, temperatures, inputs.packed, documents)
 
         def loss(output: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor, Stats]:
             value, stats = objective(*output, inputs, rl_loss)
@@ -65,6 +69,25 @@ def forward_backward(policy: Policy, optimizer: Optimizer, rl_loss: Loss, batch:
         micro_batch_size=1,
         forward_only=False,
     )
+
+
+def weigh_balance(policy: Policy, batch: StepBatch, world: World) -> None:
+    """Set the weight of each document in the routers' load-balancing loss: one over the documents of the whole step."""
+    if not policy.aux_loss_coefficient:
+        return
+    documents = torch.tensor(sum(len(m.sample_ids) for m in batch.micro_batches), device=platform.device())
+    dist.all_reduce(documents, group=parallel_state.get_data_parallel_group())
+    for router in policy.routers():
+        router.balance_weight, router.balance_loss = policy.aux_loss_coefficient / max(1, int(documents)), 0.0
+
+
+def balance_metrics(policy: Policy) -> dict[str, float]:
+    """The load-balancing loss: the sum over ranks is the one over tokens, micro-batches and layers."""
+    if not policy.aux_loss_coefficient:
+        return {}
+    loss = torch.tensor(sum(float(router.balance_loss) for router in policy.routers()), dtype=torch.float64, device=platform.device())
+    dist.all_reduce(loss)
+    return {"moe/aux_loss": loss.item()}
 
 
 def pad_count(micro_batches: list[MicroBatch], batch: StepBatch, policy: Policy) -> list[MicroBatch]:

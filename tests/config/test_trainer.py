@@ -5,6 +5,8 @@ from pydantic import ValidationError
 
 from megatron_rl.config.trainer import TrainerConfig
 
+TRAINED = {"train_router": True, "aux_loss_coefficient": 0.1}
+
 
 @pytest.mark.parametrize(
     ("given", "problem"),
@@ -13,6 +15,8 @@ from megatron_rl.config.trainer import TrainerConfig
         ({"recompute_modules": ["mlp"]}, "recompute_modules says nothing with recompute = 'none'; set recompute = 'selective'"),
         ({"recompute": "full", "recompute_modules": ["mlp"]}, "recompute_modules says nothing with recompute = 'full'"),
         ({"recompute": "selective", "recompute_modules": ["moe", "shared_experts"]}, "'moe' recomputes the shared experts too"),
+        ({"recompute": "selective", "recompute_modules": ["moe"], "moe": TRAINED}, "'moe' with moe.aux_loss_coefficient is not supported"),
+        ({"moe": {"aux_loss_coefficient": 0.1}}, "aux_loss_coefficient = 0.1 trains routers that are frozen; set train_router = true"),
     ],
 )
 def test_contradictions_are_refused(given, problem):
@@ -22,5 +26,5 @@ def test_contradictions_are_refused(given, problem):
 
 
 def test_what_goes_together_is_taken():
-    config = TrainerConfig.model_validate({"recompute": "selective", "recompute_modules": ["core_attn", "mlp"]})
+    config = TrainerConfig.model_validate({"recompute": "selective", "recompute_modules": ["core_attn", "mlp"], "moe": TRAINED})
     assert config.recompute_modules == ("core_attn", "mlp")

@@ -6,14 +6,13 @@ import torch
 from megatron.core.models.backends import BackendSpecProvider, LocalSpecProvider
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.attention import SelfAttention
-from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.torch_norm import LayerNormBuilder
 
 from megatron_rl import platform
 from megatron_rl.kernels.swiglu.reference import swiglu
 from megatron_rl.models.layers.attention import TorchAttention
 from megatron_rl.models.layers.experts import TorchGroupedMLP
-from megatron_rl.models.layers.moe_layer import TorchMoELayer
+from megatron_rl.models.layers.moe_layer import BalancedMoELayer, TorchMoELayer
 from megatron_rl.models.layers.norm import TorchRMSNorm
 from megatron_rl.models.layers.replicated import ReplicatedLinear, TorchLayerNorm
 from megatron_rl.models.layers.self_attention import TorchSelfAttention
@@ -53,9 +52,9 @@ def self_attention(layers: BackendSpecProvider) -> type[SelfAttention]:
     return TorchSelfAttention if isinstance(layers, TorchProvider) else SelfAttention
 
 
-def moe_layer(layers: BackendSpecProvider) -> type[MoELayer]:
+def moe_layer(layers: BackendSpecProvider) -> type[BalancedMoELayer]:
     """The mixture-of-experts module that goes with a provider's layers."""
-    return TorchMoELayer if isinstance(layers, TorchProvider) else MoELayer
+    return TorchMoELayer if isinstance(layers, TorchProvider) else BalancedMoELayer
 
 
 def provider() -> BackendSpecProvider:

@@ -1,4 +1,4 @@
-"""Megatron's MoE layer, without Megatron's permutations where a rank holds every expert whole."""
+"""Megatron's MoE layer with our router, and on torch without Megatron's permutations where a rank holds every expert whole."""
 
 from typing import Any
 
@@ -7,8 +7,23 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 from torch import Tensor
 
+from megatron_rl.models.layers.router import BalancedRouter
 
-class TorchMoELayer(MoELayer):
+
+class BalancedMoELayer(MoELayer):
+    """MoELayer whose router knows the documents of its tokens."""
+
+    router: BalancedRouter
+
+    def forward(
+        self, hidden_states: Tensor, intermediate_tensors: None = None, padding_mask: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """As MoELayer; `BalancedRouter.documents` rides in the argument for a padding mask, which the stack hands down."""
+        self.router.documents = padding_mask
+        return super().forward(hidden_states, intermediate_tensors)
+
+
+class TorchMoELayer(BalancedMoELayer):
     """Router, dispatcher, experts, shared experts."""
 
     def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
