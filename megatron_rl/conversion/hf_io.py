@@ -15,7 +15,10 @@ from torch import Tensor
 from megatron_rl.config.base import ConfigError
 from megatron_rl.config.hf_directory import INDEX, WEIGHTS
 
-_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16"}
+DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16"}
+"""What the trainer holds, and safetensors' names for it."""
+_STORED = {**DTYPES, torch.float8_e4m3fn: "F8_E4M3", torch.uint8: "U8"}
+"""What is written: quantised weights and their scales too."""
 
 
 class CheckpointReader:
@@ -52,6 +55,14 @@ class CheckpointReader:
 
     def __contains__(self, name: str) -> bool:
         return name in self.files
+
+    def names(self, file: str) -> list[str]:
+        """Tensors that a file holds, whatever the index says."""
+        return list(self._shard(file).keys())
+
+    def dtype(self, name: str) -> str:
+        """Type of a tensor that is there, in safetensors' words."""
+        return self._shard(self.files[name]).get_slice(name).get_dtype()
 
     def read(self, name: str, shape: tuple[int, ...], part: tuple[slice, ...]) -> Tensor:
         """`part` of the tensor, which must have `shape` in the file."""
@@ -106,7 +117,7 @@ class ShardWriter:
         offset = 0
         for tensor in tensors:
             span = [offset, offset + tensor.nbytes]
-            header[tensor.name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": span}
+            header[tensor.name] = {"dtype": _STORED[tensor.dtype], "shape": list(tensor.shape), "data_offsets": span}
             offset += tensor.nbytes
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
@@ -118,7 +129,7 @@ class ShardWriter:
         expected = self._expected.pop()
         if (name, tuple(tensor.shape), tensor.dtype) != (expected.name, expected.shape, expected.dtype):
             raise ValueError(f"{self.path}: expected {expected}, got {name} {tuple(tensor.shape)} {tensor.dtype}")
-        self._file.write(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().data)
+        self._file.write(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
     def __enter__(self) -> "ShardWriter":
         return self

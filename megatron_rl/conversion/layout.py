@@ -7,7 +7,7 @@ from torch import Tensor
 
 from megatron_rl.models.family import HFConfig, HFTensor, TensorRule, head_dim, key_value_heads, padded_vocab
 
-_SPLIT_DIM = {"column": 0, "row": 1, "vocab": 0, "replicated": None}
+SPLIT_DIM = {"column": 0, "row": 1, "vocab": 0, "replicated": None}
 
 
 @dataclass(frozen=True)
@@ -28,14 +28,14 @@ class Shards:
         shapes = [list(self.shape(tensor)) for tensor in self.rule.hf]
         rows = padded_vocab(self.hf, self.tensor_size) if self.rule.placement == "vocab" else sum(shape[0] for shape in shapes)
         shape = [rows, *shapes[0][1:]]
-        if (split := _SPLIT_DIM[self.rule.placement]) is not None:
+        if (split := SPLIT_DIM[self.rule.placement]) is not None:
             shape[split] //= self.tensor_size
         return tuple(shape)
 
     def part(self, tensor: HFTensor, rank: int) -> tuple[slice, ...]:
         """The slice of an HF tensor that tensor rank `rank` holds (of the vocabulary: without the padding)."""
         shape = self.shape(tensor)
-        split = _SPLIT_DIM[self.rule.placement]
+        split = SPLIT_DIM[self.rule.placement]
         size = padded_vocab(self.hf, self.tensor_size) if self.rule.placement == "vocab" else shape[split or 0]
         step = size // self.tensor_size
         return tuple(
@@ -66,10 +66,11 @@ class Shards:
 
     def join(self, shards: list[Tensor]) -> list[Tensor]:
         """The whole HF tensors from every rank's Megatron shard, in rank order (of a replicated tensor: any one)."""
-        split = _SPLIT_DIM[self.rule.placement]
-        if split is None:
-            return self.split(shards[0])
-        whole = [torch.cat(parts, dim=split) for parts in zip(*map(self.split, shards), strict=True)]
+        split = SPLIT_DIM[self.rule.placement]
+        if split is None or len(shards) == 1:
+            whole = self.split(shards[0])
+        else:
+            whole = [torch.cat(parts, dim=split) for parts in zip(*map(self.split, shards), strict=True)]
         return [tensor[: self.dimensions["vocab"]] for tensor in whole] if self.rule.placement == "vocab" else whole
 
     def _local_groups(self) -> int:

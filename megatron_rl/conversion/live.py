@@ -14,6 +14,7 @@ from torch import Tensor
 from megatron_rl import platform
 from megatron_rl.config.base import ConfigError
 from megatron_rl.config.hf_directory import INDEX
+from megatron_rl.conversion.companions import copy_companions, write_config
 from megatron_rl.conversion.hf_io import CheckpointReader, ShardWriter, TensorSpec, plan_shards
 from megatron_rl.conversion.layout import Shards
 from megatron_rl.models.family import EMBEDDING_WEIGHT, OUTPUT_WEIGHT, TensorRule, tied
@@ -22,8 +23,6 @@ from megatron_rl.models.naming import canonical_name, entry_of
 from megatron_rl.models.policy import Policy
 
 _SHARD_BYTES = 4 * 2**30
-# Everything of an HF directory but the weights: the engine and a later run need it.
-_COMPANIONS = ("*.json", "*.txt", "*.jinja", "*.model", "merges.txt", "additional_chat_templates/*.jinja")
 
 
 def load_hf(policy: Policy, hf_dir: str | Path) -> None:
@@ -87,7 +86,8 @@ def save_hf(policy: Policy, out_dir: str | Path, source_dir: str | Path) -> None
     if dist.get_rank() == 0:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-        _copy_companions(policy, source_dir, partial)
+        copy_companions(source_dir, partial)
+        write_config(partial, {**policy.hf_config, **policy.family.engine_config}, policy.dtype)
     dist.barrier()
     plan = plan_shards(_stage_specs(policy), _SHARD_BYTES)
     total = sum(len(shards) for shards in plan)
@@ -130,18 +130,6 @@ def _rename_into_place(partial: Path, out_dir: Path) -> None:
     parent = os.open(out_dir.parent, os.O_RDONLY)
     os.fsync(parent)
     os.close(parent)
-
-
-def _copy_companions(policy: Policy, source_dir: Path, out_dir: Path) -> None:
-    for pattern in _COMPANIONS:
-        for path in source_dir.glob(pattern):
-            if path.name != INDEX:
-                target = out_dir / path.relative_to(source_dir)
-                target.parent.mkdir(exist_ok=True)
-                shutil.copyfile(path, target)
-    config = {key: value for key, value in policy.hf_config.items() if key != "torch_dtype"} | policy.family.engine_config
-    config["dtype"] = str(policy.dtype).removeprefix("torch.")
-    (out_dir / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
 def _check_names(policy: Policy, reader: CheckpointReader) -> None:

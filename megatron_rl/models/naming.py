@@ -15,10 +15,14 @@ FUSED_NORMS = {
     "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
 }
 """Where a fused norm-and-linear keeps the norm. Megatron checkpoints use these keys with either kind of layer."""
+FUSED_ENTRIES = ("*", "-")
+"""Entries whose norm one linear alone reads, so that TransformerEngine fuses the two."""
 
 _LIVE = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 _SEPARATE_EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(.+)")
 _GROUPED_EXPERT = re.compile(r"mlp\.experts\.(linear_fc[12])\.(weight|bias)(\d+)")
+
+_CANONICAL_EXPERT = re.compile(r"(decoder\.layers\.\d+\.)mlp\.experts\.(\d+)\.(.+)")
 
 
 def canonical_name(live: str, first_entry: int, first_expert: int) -> str:
@@ -40,3 +44,14 @@ def entry_of(canonical: str) -> int | None:
     """Number of the stack entry a tensor belongs to; None for the embedding, the final norm and the output matrix."""
     match = _LIVE.fullmatch(canonical)
     return int(match[1]) if match else None
+
+
+def checkpoint_key(canonical: str, symbol: str | None) -> tuple[str, int | None]:
+    """The key of a Megatron checkpoint that holds a tensor of an entry of kind `symbol` (`Family.block`; None outside of the stack), and
+    for an expert's tensor its row on that key's leading axis, which counts the experts of the model."""
+    if symbol in FUSED_ENTRIES:
+        for plain, fused in FUSED_NORMS.items():
+            canonical = canonical.replace(plain, fused)
+    if match := _CANONICAL_EXPERT.fullmatch(canonical):
+        return f"{match[1]}mlp.experts.experts.{match[3]}", int(match[2])
+    return canonical, None

@@ -1,0 +1,119 @@
+"""A torch_dist checkpoint (what megatron.core.dist_checkpointing writes) read region by region, without ranks and without the model."""
+
+import io
+import os
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex, TensorStorageMetadata
+
+from megatron_rl.config.base import ConfigError
+from megatron_rl.conversion.checkpoint_layout import Region
+from megatron_rl.conversion.metadata import read_metadata
+
+
+class DistReader:
+    """Tensors (global, by key) and objects (opaque bytes, by key) of a checkpoint.
+
+    Raises:
+        ConfigError: one line that names the file and the key.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        metadata = read_metadata(directory)
+        self._storage = metadata.storage_data
+        stored = metadata.state_dict_metadata
+        self.tensors: dict[str, TensorStorageMetadata] = {k: v for k, v in stored.items() if isinstance(v, TensorStorageMetadata)}
+        self.objects: list[str] = [k for k, v in stored.items() if isinstance(v, BytesStorageMetadata)]
+        self._chunks: dict[str, dict[Region, torch.Size]] = {}
+
+    def shape(self, key: str) -> tuple[int, ...]:
+        return tuple(self.tensors[key].size)
+
+    def dtype(self, key: str) -> torch.dtype:
+        return self.tensors[key].properties.dtype
+
+    def regions(self, key: str) -> list[Region]:
+        """The chunks in which a tensor is stored."""
+        return list(self._chunks_of(key))
+
+    def nbytes(self, key: str) -> int:
+        return self.tensors[key].size.numel() * self.dtype(key).itemsize
+
+    def read(self, key: str, region: Region) -> Tensor:
+        """A region of a tensor; a region that is stored as one chunk is not copied."""
+        chunks = self._chunks_of(key)
+        if region in chunks:
+            return self._load(key, chunks[region], region.sizes)
+        whole = torch.empty(region.sizes, dtype=self.dtype(key))
+        filled = 0
+        for chunk, index in chunks.items():
+            if (common := region.intersection(chunk)) is None:
+                continue
+            part = self._load(key, index, chunk.sizes)[common.within(chunk)]
+            whole[common.within(region)] = part
+            filled += part.numel()
+        if filled != whole.numel():
+            raise ConfigError(f"{self.directory}: {key}: {whole.numel() - filled} of {whole.numel()} elements are not there")
+        return whole
+
+    def read_object(self, key: str) -> bytes:
+        """The bytes of an object, as they are."""
+        return self._slice(MetadataIndex(key))
+
+    def _chunks_of(self, key: str) -> dict[Region, torch.Size]:
+        if key not in self._chunks:
+            self._chunks[key] = {Region(tuple(c.offsets), tuple(c.sizes)): c.offsets for c in self.tensors[key].chunks}
+        return self._chunks[key]
+
+    def _load(self, key: str, offsets: torch.Size, sizes: tuple[int, ...]) -> Tensor:
+        info = self._info(MetadataIndex(key, offsets))
+        path = self.directory / info.relative_path
+        with path.open("rb") as file:
+            view = _Window(file, info.offset, info.length)
+            try:
+                tensor = torch.load(view, map_location="cpu", weights_only=True)
+            except Exception as error:  # whatever torch's reader meets in damaged bytes
+                raise ConfigError(f"{path}: {key}: damaged: {type(error).__name__}: {str(error).splitlines()[0]}") from None
+        if not isinstance(tensor, Tensor) or tuple(tensor.shape) != sizes or tensor.dtype != self.dtype(key):
+            raise ConfigError(f"{path}: {key}: the chunk is not the {self.dtype(key)} tensor of shape {list(sizes)} that .metadata says")
+        return tensor
+
+    def _slice(self, index: MetadataIndex) -> bytes:
+        info = self._info(index)
+        with (self.directory / info.relative_path).open("rb") as file:
+            return os.pread(file.fileno(), info.length, info.offset)
+
+    def _info(self, index: MetadataIndex) -> object:
+        try:
+            return self._storage[index]
+        except KeyError:
+            raise ConfigError(f"{self.directory}: {index.fqn}: .metadata does not say where it is stored") from None
+
+
+class _Window(io.RawIOBase):
+    """Bytes [start, start + length) of a file as a file."""
+
+    def __init__(self, file: io.BufferedReader, start: int, length: int) -> None:
+        self._file, self._start, self._length, self._position = file, start, length, 0
+
+    def seekable(self) -> bool:
+        return True
+
+    def readable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self._position = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._length}[whence]
+        return self._position
+
+    def readinto(self, buffer: memoryview) -> int:
+        view = memoryview(buffer).cast("B")[: max(0, self._length - self._position)]
+        read = os.preadv(self._file.fileno(), [view], self._start + self._position)
+        self._position += read
+        return read

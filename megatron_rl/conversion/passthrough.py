@@ -1,0 +1,78 @@
+"""Tensors that the trainer does not use (multi-token prediction, stored rotary frequencies): copied from file to file as bytes, whatever
+their types."""
+
+import json
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+FOLDER = "passthrough"
+"""In a Megatron directory."""
+_BLOCK = 1 << 22
+
+
+@dataclass(frozen=True)
+class Portion:
+    """Some of the tensors of one safetensors file."""
+
+    file: Path
+    names: tuple[str, ...]
+
+    def nbytes(self) -> int:
+        entries, _ = _header(self.file)
+        return sum(end - start for start, end in (entries[name]["data_offsets"] for name in self.names))
+
+    def copy(self, target: Path, advance: Callable[[int], None]) -> None:
+        """Write them to a file of their own."""
+        entries, data = _header(self.file)
+        header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+        offset = 0
+        for name in self.names:
+            start, end = entries[name]["data_offsets"]
+            header[name] = {**entries[name], "data_offsets": [offset, offset + end - start]}
+            offset += end - start
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        with self.file.open("rb") as source, target.open("wb") as copy:
+            copy.write(struct.pack("<Q", len(text)) + text)
+            for name in self.names:
+                start, end = entries[name]["data_offsets"]
+                source.seek(data + start)
+                while start < end:
+                    block = source.read(min(_BLOCK, end - start))
+                    copy.write(block)
+                    start += len(block)
+                    advance(len(block))
+
+
+def portions(directory: Path) -> list[Portion]:
+    """All tensors of the safetensors files in a directory (which need not be there), by file."""
+    return [Portion(file, tuple(_header(file)[0])) for file in sorted(directory.glob("*.safetensors"))]
+
+
+def same(portion: Portion, copies: dict[str, Path]) -> str | None:
+    """The first tensor whose bytes differ from its copy (by name: the file that holds it); None where all are the same."""
+    theirs, their_data = _header(portion.file)
+    for name in portion.names:
+        ours, our_data = _header(copies[name])
+        (start, end), (our_start, our_end) = theirs[name]["data_offsets"], ours[name]["data_offsets"]
+        if {**theirs[name], "data_offsets": None} != {**ours[name], "data_offsets": None} or end - start != our_end - our_start:
+            return name
+        with portion.file.open("rb") as source, copies[name].open("rb") as other:
+            source.seek(their_data + start)
+            other.seek(our_data + our_start)
+            for at in range(start, end, _BLOCK):
+                length = min(_BLOCK, end - at)
+                if source.read(length) != other.read(length):
+                    return name
+    return None
+
+
+def _header(file: Path) -> tuple[dict, int]:
+    """Entries of a safetensors file that was checked, and where its data begins."""
+    with file.open("rb") as f:
+        length = int.from_bytes(f.read(8), "little")
+        entries = json.loads(f.read(length))
+    entries.pop("__metadata__", None)
+    return entries, 8 + length
