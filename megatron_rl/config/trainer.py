@@ -1,7 +1,9 @@
 """The trainer: parallel layout, optimizer, schedule, loss, checkpoints."""
 
+import bisect
+import itertools
 import math
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, model_validator
 
@@ -17,6 +19,8 @@ class ParallelConfig(Table):
     """Stages of consecutive layers."""
     virtual_pipeline_parallel: int = Field(default=1, ge=1)
     """Layer chunks of each stage (interleaved schedule, smaller bubble)."""
+    pipeline_layers: tuple[Annotated[int, Field(ge=1)], ...] | None = None
+    """Layers of every chunk, in the model's order, where they are not to be alike ([31, 30]); chunk c belongs to stage c % stages."""
     context_parallel: int = Field(default=1, ge=1)
     """Ranks that share the tokens of every document, load-balanced for causal attention."""
     context_parallel_kind: Literal["all_gather", "ring", "ulysses"] = "all_gather"
@@ -27,6 +31,20 @@ class ParallelConfig(Table):
     """Ranks that share every expert's matrices; absent: tensor_parallel, as in Megatron."""
     data_parallel: int | None = Field(default=None, ge=1)
     """Given: asserted against the ranks torchrun started; when we start the ranks ourselves, the number wanted (default: the fewest)."""
+
+    @property
+    def chunks(self) -> int:
+        """Layer chunks of the whole pipeline."""
+        return self.pipeline_parallel * self.virtual_pipeline_parallel
+
+    def chunk_bounds(self, layers: int) -> list[int]:
+        """First layer of every chunk, and `layers` at the end."""
+        sizes = self.pipeline_layers or [layers // self.chunks] * self.chunks
+        return [0, *itertools.accumulate(sizes)]
+
+    def chunk_of(self, layer: int, layers: int) -> int:
+        """The chunk that holds `layer` (0-based) of `layers`."""
+        return bisect.bisect_right(self.chunk_bounds(layers), layer) - 1
 
     @property
     def model_parallel(self) -> int:

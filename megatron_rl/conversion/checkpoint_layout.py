@@ -120,8 +120,7 @@ def _stage(rule: TensorRule, hf: HFConfig, layout: ParallelConfig) -> int:
         return 0
     if (entry := entry_of(rule.megatron)) is None:
         return layout.pipeline_parallel - 1
-    segment = 2 * hf["num_hidden_layers"] // (layout.pipeline_parallel * layout.virtual_pipeline_parallel)
-    return entry // segment % layout.pipeline_parallel
+    return layout.chunk_of(entry // 2, hf["num_hidden_layers"]) % layout.pipeline_parallel
 
 
 def cut(items: Iterable[T], nbytes: Callable[[T], int], limit: int) -> list[list[T]]:

@@ -15,6 +15,7 @@ from megatron_rl import platform
 from megatron_rl.config.base import ConfigError
 from megatron_rl.config.hf_directory import INDEX
 from megatron_rl.conversion.companions import copy_companions, write_config
+from megatron_rl.conversion.directory import unexpected
 from megatron_rl.conversion.hf_io import CheckpointReader, ShardWriter, TensorSpec, plan_shards
 from megatron_rl.conversion.layout import Shards
 from megatron_rl.models.family import EMBEDDING_WEIGHT, OUTPUT_WEIGHT, TensorRule, tied
@@ -133,15 +134,11 @@ def _rename_into_place(partial: Path, out_dir: Path) -> None:
 
 
 def _check_names(policy: Policy, reader: CheckpointReader) -> None:
-    known = {tensor.name for rule in policy.family.tensors(policy.hf_config) for tensor in rule.hf}
-    copies = {"lm_head.weight"} if tied(policy.hf_config) else set()
-    ignored = policy.family.ignored(policy.hf_config)
-    for name in sorted(reader.files.keys() - known - copies):
-        if not name.endswith("rotary_emb.inv_freq") and not name.startswith(ignored):
-            raise ConfigError(
-                f"{reader.directory / reader.files[name]}: unexpected tensor {name}; "
-                f"config.json describes a {policy.family.name} model without it"
-            )
+    for name in unexpected(reader.files, policy.hf_config, policy.family):
+        raise ConfigError(
+            f"{reader.directory / reader.files[name]}: unexpected tensor {name}; "
+            f"config.json describes a {policy.family.name} model without it"
+        )
 
 
 def _chunk_rules(policy: Policy, chunk: LanguageModel, with_tied_copy: bool = False) -> Iterator[TensorRule]:
@@ -163,16 +160,15 @@ def _chunk_rules(policy: Policy, chunk: LanguageModel, with_tied_copy: bool = Fa
 
 def _stage_specs(policy: Policy) -> list[list[TensorSpec]]:
     """What every pipeline stage exports, in its order, known to every rank without communication."""
-    stages, virtual = policy.config.pipeline_model_parallel_size, len(policy.chunks)
-    entries_per_chunk = 2 * policy.hf_config["num_hidden_layers"] // (stages * virtual)
+    parallel, layers = policy.parallel, policy.hf_config["num_hidden_layers"]
     dimensions = policy.family.dimensions(policy.hf_config)
-    chunks: list[list[TensorSpec]] = [[] for _ in range(stages * virtual)]
+    chunks: list[list[TensorSpec]] = [[] for _ in range(parallel.chunks)]
     for rule in policy.family.tensors(policy.hf_config):
         entry = entry_of(rule.megatron)
-        chunk = 0 if rule.megatron == EMBEDDING_WEIGHT else -1 if entry is None else entry // entries_per_chunk
+        chunk = 0 if rule.megatron == EMBEDDING_WEIGHT else -1 if entry is None else parallel.chunk_of(entry // 2, layers)
         dtype = getattr(torch, rule.dtype) if rule.dtype else policy.dtype
         chunks[chunk] += [TensorSpec(tensor.name, tuple(dimensions[dim] for dim in tensor.dims), dtype) for tensor in rule.hf]
-    # Chunk c is the (c // stages)-th of stage c % stages.
+    stages = parallel.pipeline_parallel  # chunk c is the (c // stages)-th of stage c % stages
     return [[spec for chunk in chunks[stage::stages] for spec in chunk] for stage in range(stages)]
 
 

@@ -67,12 +67,12 @@ def _check_layout(hf: HFConfig, parallel: ParallelConfig) -> list[str]:
             f"[trainer.parallel] context_parallel_kind = {parallel.context_parallel_kind!r} is not supported with sparse attention, "
             "where any query may need any key; choose 'all_gather'"
         )
-    chunks, sources = parallel.pipeline_parallel * parallel.virtual_pipeline_parallel, index_sources(hf)
-    cuts = [chunk * len(sources) // chunks for chunk in range(1, chunks)]
-    if shared := [cut for cut in cuts if sources[cut] != cut]:
+    sources = index_sources(hf)
+    if shared := [cut for cut in parallel.chunk_bounds(len(sources))[1:-1] if sources[cut] != cut]:
+        own = [layer for layer, source in enumerate(sources) if layer and source == layer]
         problems.append(
-            f"[trainer.parallel] {chunks} pipeline chunks cut before layers {shared}, which share the keys that an earlier layer chose; "
-            "choose pipeline_parallel x virtual_pipeline_parallel such that every chunk begins with an indexer of its own"
+            f"[trainer.parallel] {parallel.chunks} pipeline chunks cut before layers {shared}, which share the keys that an earlier layer "
+            f"chose; say in pipeline_layers how many layers each chunk has, such that each begins with one of layers {own}"
         )
     return problems
 

@@ -1,5 +1,6 @@
 """A rank's share of the model being trained, and how it is built from an HF config."""
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -33,6 +34,7 @@ class Policy:
     config: TransformerConfig
     hf_config: HFConfig
     family: Family
+    parallel: ParallelConfig
     dtype: torch.dtype
     token_alignment: int
     """A micro-batch has a multiple of this many tokens on every context rank."""
@@ -72,7 +74,15 @@ def build_policy(
                     parameter.requires_grad = False
     trains_routers = moe.train_router and family.has_experts(hf)
     return Policy(
-        chunks, config, hf, family, config.params_dtype, precision.token_alignment(low_precision), trains_routers, moe.aux_loss_coefficient
+        chunks,
+        config,
+        hf,
+        family,
+        parallel,
+        config.params_dtype,
+        precision.token_alignment(low_precision),
+        trains_routers,
+        moe.aux_loss_coefficient,
     )
 
 
@@ -86,8 +96,8 @@ def _build_chunk(
     offload_activations: bool,
 ) -> LanguageModel:
     """Chunk `number` of this stage; the stack's segments go round the stages, chunk by chunk."""
-    segments = parallel.pipeline_parallel * parallel.virtual_pipeline_parallel
-    blocks = ["".join(part) for part in zip(*[iter(family.pattern(hf))] * (hf["num_hidden_layers"] // segments), strict=True)]
+    pattern = family.pattern(hf)
+    blocks = ["".join(pattern[start:end]) for start, end in itertools.pairwise(parallel.chunk_bounds(len(pattern)))]
     stage = {"ignore_virtual": False, "vp_stage": number}
     rotary_dim = family.rotary_dim(hf)
     return LanguageModel(

@@ -60,24 +60,22 @@ def check_supported(hf_config: HFConfig, parallel: ParallelConfig) -> list[str]:
     if missing:
         return missing
     problems = [*(quantized or []), *family.check(hf_config), *rope.check(hf_config, family.rope_kinds)]
-    # The number and sizes of experts are known once the family has nothing to say.
-    experts = [] if problems else [*_check_experts(family, hf_config, parallel), *family.check_layout(hf_config, parallel)]
-    return [*problems, *_check_layout(hf_config, parallel), *experts]
+    layout = _check_layout(hf_config, parallel)
+    # The number and sizes of experts are known once the family has nothing to say, and where the pipeline is cut once it fits.
+    experts = [] if problems else _check_experts(family, hf_config, parallel)
+    own = [] if problems or layout else family.check_layout(hf_config, parallel)
+    return [*problems, *layout, *experts, *own]
 
 
 def _check_layout(hf: HFConfig, parallel: ParallelConfig) -> list[str]:
-    tensor, pipeline, virtual = parallel.tensor_parallel, parallel.pipeline_parallel, parallel.virtual_pipeline_parallel
+    tensor = parallel.tensor_parallel
     divisible = [
         ("tensor_parallel", tensor, "attention heads", hf["num_attention_heads"]),
         ("tensor_parallel", tensor, "key-value heads", key_value_heads(hf)),
         ("tensor_parallel", tensor, "MLP columns (intermediate_size)", hf["intermediate_size"]),
-        ("pipeline_parallel", pipeline, "layers", hf["num_hidden_layers"]),
     ]
     problems = [_does_not_divide(*row) for row in divisible if row[3] % row[1]]
-    if virtual > 1 and pipeline == 1:
-        problems.append("[trainer.parallel] virtual_pipeline_parallel needs pipeline_parallel of 2 or more; leave it out")
-    elif not hf["num_hidden_layers"] % pipeline and hf["num_hidden_layers"] % (pipeline * virtual):
-        problems.append(_does_not_divide("virtual_pipeline_parallel", virtual, "layers of a stage", hf["num_hidden_layers"] // pipeline))
+    problems += _check_pipeline(hf["num_hidden_layers"], parallel)
     rows = padded_vocab(hf, tensor) // tensor
     if (tensor - 1) * rows >= hf["vocab_size"]:
         problems.append(
@@ -88,6 +86,25 @@ def _check_layout(hf: HFConfig, parallel: ParallelConfig) -> list[str]:
         problem = head_problem(heads // tensor, groups // tensor, parallel.context_parallel)
         problems += [problem] if problem else []
     return problems
+
+
+def _check_pipeline(layers: int, parallel: ParallelConfig) -> list[str]:
+    pipeline, virtual, sizes = parallel.pipeline_parallel, parallel.virtual_pipeline_parallel, parallel.pipeline_layers
+    if virtual > 1 and pipeline == 1:
+        return ["[trainer.parallel] virtual_pipeline_parallel needs pipeline_parallel of 2 or more; leave it out"]
+    if sizes is not None:
+        if (len(sizes), sum(sizes)) == (parallel.chunks, layers):
+            return []
+        return [
+            f"[trainer.parallel] pipeline_layers names {sum(sizes)} layers in {len(sizes)} chunks; the model has {layers} layers, "
+            f"pipeline_parallel x virtual_pipeline_parallel makes {parallel.chunks} chunks"
+        ]
+    uneven = "; or say in pipeline_layers how many layers each chunk has"
+    if layers % pipeline:
+        return [_does_not_divide("pipeline_parallel", pipeline, "layers", layers) + uneven]
+    if layers % parallel.chunks:
+        return [_does_not_divide("virtual_pipeline_parallel", virtual, "layers of a stage", layers // pipeline) + uneven]
+    return []
 
 
 def _check_experts(family: Family, hf: HFConfig, parallel: ParallelConfig) -> list[str]:

@@ -51,6 +51,9 @@ def test_unknown_architecture_names_the_known_ones():
     ("changes", "sizes", "expected"),
     [
         ({}, {"pipeline_parallel": 3}, "pipeline_parallel = 3 does not divide the model's 4 layers; choose one of 1, 2, 4"),
+        ({}, {"pipeline_parallel": 3}, "or say in pipeline_layers how many layers each chunk has"),
+        ({}, {"pipeline_parallel": 3, "pipeline_layers": [2, 1]}, "pipeline_layers names 3 layers in 2 chunks; the model has 4 layers"),
+        ({}, {"pipeline_parallel": 2, "pipeline_layers": [3, 2]}, "pipeline_layers names 5 layers in 2 chunks"),
         ({}, {"tensor_parallel": 4}, "tensor_parallel = 4 does not divide the model's 2 key-value heads; choose one of 1, 2"),
         ({}, {"context_parallel": 3, "context_parallel_kind": "ulysses"}, "must divide a tensor rank's 4 attention heads"),
         (

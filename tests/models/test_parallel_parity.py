@@ -20,7 +20,7 @@ from tiny_models import (
 )
 from transformers import AutoModelForCausalLM
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.parity]
 
 EP2, VPP2 = {"expert_parallel": 2}, {"virtual_pipeline_parallel": 2}
 TP2, PP2, CP2 = {"tensor_parallel": 2}, {"pipeline_parallel": 2}, {"context_parallel": 2}
@@ -49,6 +49,8 @@ LAUNCHES = {
         {"name": "cp2-ring", "model": "qwen3", "parallel": {**CP2, "context_parallel_kind": "ring"}, "recompute": "full"},
         {"name": "cp2-ulysses", "model": "qwen3", "parallel": {**CP2, "context_parallel_kind": "ulysses"}},
         {"name": "pp2-vpp2", "model": "qwen3", "parallel": {**PP2, **VPP2}},
+        {"name": "pp2-uneven", "model": "glm4_moe", "parallel": {**PP2, "pipeline_layers": [3, 1]}, "save_hf": True},
+        {"name": "pp2-vpp2-uneven", "model": "qwen3_5", "parallel": {**PP2, **VPP2, "pipeline_layers": [1, 2, 1, 1]}, "save_hf": True},
         {"name": "pp2-vpp2-tied", "model": "qwen3_tied", "parallel": {**PP2, **VPP2}, "save_hf": True},
         {"name": "moe-tp2", "model": "qwen3_moe", "parallel": {**TP2, "expert_tensor_parallel": 2}},
         {"name": "moe-tp2-ep2", "model": "qwen3_moe", "parallel": {**TP2, **EP2, "expert_tensor_parallel": 1}, "save_hf": True},
@@ -98,6 +100,7 @@ def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("parity")
     write_qwen3(path / "qwen3", tied=False)
     write_qwen3(path / "qwen3_tied", tied=True)
+    write_qwen3(path / "qwen3_5", tied=False, num_hidden_layers=5)
     write_llama(path / "llama")
     write_qwen3_moe(path / "qwen3_moe")
     write_glm4_moe(path / "glm4_moe")
