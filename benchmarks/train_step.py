@@ -41,7 +41,7 @@ def main() -> None:
     parser.add_argument("--family", choices=FAMILIES, default="qwen3")
     parser.add_argument("--hf-experts", choices=("grouped_mm", "batched_mm", "eager"), default="grouped_mm")
     args = parser.parse_args()
-    os.environ.update(OMP_NUM_THREADS=str(args.threads), OMP_WAIT_POLICY="PASSIVE")
+    os.environ.update(OMP_NUM_THREADS=str(args.threads), OMP_WAIT_POLICY="PASSIVE", TORCH_COMPILE_DISABLE="1")
     with tempfile.TemporaryDirectory() as directory:
         theirs, ours = build_theirs(directory, args), build_ours(directory, args)
         times: dict[str, list[float]] = {"ours": [], "hf": []}

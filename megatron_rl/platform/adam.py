@@ -1,4 +1,4 @@
-"""AdamW with the state layout of TransformerEngine's and apex's FusedAdam, on torch's foreach ops.
+"""AdamW with the state layout of TransformerEngine's and apex's FusedAdam, on torch's fused update: one pass over the states.
 
 torch.optim.AdamW keeps `step` per parameter; Megatron's distributed-optimizer checkpoints expect it in the parameter group.
 """
@@ -39,18 +39,22 @@ class FusedAdam(torch.optim.Optimizer):
             grads = [p.grad for p in params]
             first = [self.state[p]["exp_avg"] for p in params]
             second = [self.state[p]["exp_avg_sq"] for p in params]
-            (beta1, beta2), lr, decay = group["betas"], group["lr"], group["weight_decay"]
-            if decay and self.adam_w_mode:
-                torch._foreach_mul_(params, 1 - lr * decay)
-            elif decay:
-                grads = torch._foreach_add(grads, params, alpha=decay)
-            torch._foreach_lerp_(first, grads, 1 - beta1)
-            torch._foreach_mul_(second, beta2)
-            torch._foreach_addcmul_(second, grads, grads, 1 - beta2)
-            denominator = torch._foreach_sqrt(second)
-            torch._foreach_div_(denominator, (1 - beta2**step) ** 0.5)
-            torch._foreach_add_(denominator, group["eps"])
-            torch._foreach_addcdiv_(params, first, denominator, -lr / (1 - beta1**step))
+            update = torch._fused_adamw_ if self.adam_w_mode else torch._fused_adam_
+            update(
+                params,
+                grads,
+                first,
+                second,
+                [],
+                [torch.tensor(float(step), device=params[0].device)] * len(params),
+                lr=group["lr"],
+                beta1=group["betas"][0],
+                beta2=group["betas"][1],
+                weight_decay=group["weight_decay"],
+                eps=group["eps"],
+                amsgrad=False,
+                maximize=False,
+            )
 
 
 def install() -> None:
