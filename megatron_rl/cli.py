@@ -8,10 +8,12 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from megatron_rl.config.base import ConfigError, Table
 from megatron_rl.config.load import load
+from megatron_rl.config.parity import ParityConfig
 from megatron_rl.config.run import EvalRunConfig, RLConfig, SftRunConfig
 from megatron_rl.launch.exit_codes import run_process
 
@@ -23,7 +25,9 @@ class Option:
     """A word of one subcommand that is not a config key."""
 
     name: str
+    """--word; without dashes the option is told by its place."""
     metavar: str
+    """Empty: a flag."""
     doc: str
     type: type = str
     required: bool = False
@@ -44,6 +48,8 @@ class Subcommand:
     examples: tuple[str, ...]
     options: tuple[Option, ...] = ()
     kinds: dict[str, type[Table]] = field(default_factory=dict)
+    files: bool = True
+    """Whether the config may come from files and has a dry run; without, every key is a word of the command line."""
 
     def all_options(self) -> tuple[Option, ...]:
         kind = Option(
@@ -80,6 +86,8 @@ def _dispatch(words: list[str]) -> None:
             raise ConfigError(f"{name} takes no arguments, got {' '.join(rest)}")
         subcommand.run(None, options, words)
         return
+    if not subcommand.files and (not rest or {"@", "--config", "--dry-run"} & set(rest)):
+        raise ConfigError(f"{name} reads its settings from the command line alone, as in: {subcommand.examples[0]}")
     invocation = load(subcommand.kinds.get(getattr(options, "kind", None) or "", subcommand.config), rest)
     if invocation.dry_run:
         from rich.console import Console
@@ -95,6 +103,12 @@ def _dispatch(words: list[str]) -> None:
 def _options(subcommand: Subcommand, words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = _Parser(prog=f"megatron-rl {subcommand.name}", add_help=False, allow_abbrev=False)
     for option in subcommand.all_options():
+        if not option.name.startswith("-"):
+            parser.add_argument(option.name, metavar=option.metavar, choices=option.choices)
+            continue
+        if not option.metavar:
+            parser.add_argument(option.name, action="store_true")
+            continue
         parser.add_argument(
             option.name,
             type=option.type,
@@ -148,6 +162,33 @@ def _inference(config: RLConfig | EvalRunConfig, options: argparse.Namespace, wo
     inference_process.main(config, options.engine_index or 0, options.port)
 
 
+def _parity(config: ParityConfig, options: argparse.Namespace, words: list[str]) -> None:
+    from megatron_rl.launch import parity
+
+    parity.main(config, options.json)
+
+
+def _convert(config: None, options: argparse.Namespace, words: list[str]) -> None:
+    from rich.console import Console
+
+    from megatron_rl.conversion import convert
+
+    given = {option.name.removeprefix("--").replace("-", "_") for option in LAYOUT}
+    layout = {name: value for name, value in vars(options).items() if name in given and value is not None}
+    hf_dir = Path(options.model) if options.model else None
+    convert.main(
+        options.direction,
+        Path(options.source),
+        Path(options.destination),
+        layout,
+        hf_dir,
+        options.quantize,
+        options.resume,
+        options.verify,
+        Console(),
+    )
+
+
 def _doctor(config: None, options: argparse.Namespace, words: list[str]) -> None:
     from rich.console import Console
 
@@ -156,7 +197,19 @@ def _doctor(config: None, options: argparse.Namespace, words: list[str]) -> None
     doctor.main(Console())
 
 
+LAYOUT = tuple(
+    Option(f"--{name.replace('_', '-')}", "N", doc, type=int)
+    for name, doc in (
+        ("tensor_parallel", "cut tensors for N tensor ranks (default: 1). A layout only decides which bytes lie together"),
+        ("pipeline_parallel", "files of N pipeline stages"),
+        ("virtual_pipeline_parallel", "with N layer chunks each"),
+        ("expert_parallel", "files of N expert ranks"),
+        ("expert_tensor_parallel", "cut experts for N ranks (default: as tensor_parallel)"),
+    )
+)
 BATCHES = Option("--batches", "ADDRESS", "where batches are served: tcp://HOST:PORT, or a directory")
+RECIPES = ("fp8", "fp8_blockwise", "nvfp4", "mxfp8")
+DIRECTIONS = ("hf-to-megatron", "megatron-to-hf", "reshard")
 SUBCOMMANDS = {
     command.name: command
     for command in (
@@ -227,6 +280,47 @@ SUBCOMMANDS = {
                 Option("--port", "P", "where it listens (default: inference.port)", type=int),
             ),
             {"rl": RLConfig, "eval": EvalRunConfig},
+        ),
+        Subcommand(
+            "parity",
+            "Compare a Hugging Face model on any parallel layout with transformers.",
+            _parity,
+            ParityConfig,
+            "Starts the ranks of the layout and one process of transformers, gives both the same random tokens, and compares log-probs, "
+            "entropy, loss, every parameter's gradient and, after --steps, every parameter. Exit code 1 where a difference exceeds its "
+            "bound. Needs no tokenizer and leaves nothing behind.",
+            (
+                "megatron-rl parity --model Qwen3-0.6B",
+                "megatron-rl parity --model Qwen3-0.6B --tensor-parallel 2 --context-parallel 2 --packed --steps 2",
+                "megatron-rl parity --model GLM-4.5-Air-tiny --expert-parallel 2 --pipeline-parallel 2 --virtual-pipeline-parallel 2",
+            ),
+            (Option("--json", "", "the numbers as JSON on standard output, instead of the table"),),
+            files=False,
+        ),
+        Subcommand(
+            "convert",
+            "Convert weights between Hugging Face and Megatron checkpoints, or cut a checkpoint for another layout.",
+            _convert,
+            None,
+            "Streams tensor by tensor without building the model, and keeps every bit. megatron-to-hf and reshard also take training "
+            "checkpoints (runs/<name>/checkpoints/step_<n>). DST appears when it is whole; until then there is DST.partial.",
+            (
+                "megatron-rl convert hf-to-megatron Qwen3-30B-A3B qwen3-megatron --tensor-parallel 2 --expert-parallel 8",
+                "megatron-rl convert megatron-to-hf qwen3-megatron qwen3-hf --verify",
+                "megatron-rl convert megatron-to-hf runs/first/checkpoints/step_100 first-100",
+                "megatron-rl convert megatron-to-hf qwen3-megatron qwen3-fp8 --quantize fp8_blockwise",
+                "megatron-rl convert reshard qwen3-megatron qwen3-pp4 --pipeline-parallel 4",
+            ),
+            (
+                Option("direction", "DIRECTION", "hf-to-megatron, megatron-to-hf or reshard", required=True, choices=DIRECTIONS),
+                Option("source", "SRC", "the directory that is read", required=True),
+                Option("destination", "DST", "the directory that is made; must not exist", required=True),
+                *LAYOUT,
+                Option("--model", "HF_DIR", "where a training checkpoint's config and tokenizer are (default: its run's model.path)"),
+                Option("--quantize", "RECIPE", "megatron-to-hf: weights as fp8, fp8_blockwise, nvfp4 or mxfp8", choices=RECIPES),
+                Option("--resume", "", "continue DST.partial of a conversion that was cut short"),
+                Option("--verify", "", "read DST again and compare every tensor before it appears"),
+            ),
         ),
         Subcommand(
             "doctor", "What is installed here, what this machine can run, and the remedies.", _doctor, None, "", ("megatron-rl doctor",)

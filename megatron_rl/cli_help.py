@@ -42,10 +42,11 @@ def subcommand(command: Any) -> None:
         console.print(Padding(command.about + "\n", (0, 0, 0, 2), expand=False))
     _heading(console, "usage")
     words = [f"megatron-rl {command.name}"]
-    words += [
-        f"{option.name} {option.metavar}" if option.required else f"[{option.name} {option.metavar}]" for option in command.all_options()
-    ]
-    words += ["@ config.toml [@ more.toml ...] [--dotted.key value ...]"] if command.config else []
+    for option in command.all_options():
+        word = f"{option.name} {option.metavar}".strip() if option.name.startswith("-") else option.metavar
+        words.append(word if option.required else f"[{word}]")
+    if command.config:
+        words.append("@ config.toml [@ more.toml ...] [--dotted.key value ...]" if command.files else "--key value [--key value ...]")
     console.print(Padding(" ".join(words) + "\n", (0, 0, 0, 2), expand=False))
     _heading(console, "examples")
     for example in command.examples:
@@ -55,8 +56,9 @@ def subcommand(command: Any) -> None:
         _heading(console, "options")
         grid = _grid()
         for option in command.all_options():
-            grid.add_row(f"  {option.name} {option.metavar}", option.doc)
-        for name, doc in COMPOSITION if command.config else ():
+            name = f"{option.name} {option.metavar}" if option.name.startswith("-") else option.metavar
+            grid.add_row(f"  {name}", option.doc)
+        for name, doc in COMPOSITION if command.config and command.files else ():
             if not name.startswith("--resume") or "resume" in command.config.model_fields:
                 grid.add_row(f"  {name}", doc)
         console.print(grid)

@@ -16,7 +16,7 @@ LAYERS = (
     {"conversion"},
     {"transports", "algorithms", "envs", "traces"},
     {"evals"},
-    {"trainer", "inference", "orchestrator"},
+    {"trainer", "inference", "orchestrator", "parity"},
     {"launch"},
     {"cli"},
 )
