@@ -1,6 +1,5 @@
 """A torch_dist checkpoint (what megatron.core.dist_checkpointing writes) read region by region, without ranks and without the model."""
 
-import io
 import os
 from pathlib import Path
 
@@ -10,6 +9,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from megatron_rl.config.base import ConfigError
 from megatron_rl.conversion.checkpoint_layout import Region
+from megatron_rl.conversion.extent import Extent, Window, in_archive
 from megatron_rl.conversion.metadata import read_metadata
 
 
@@ -59,6 +59,13 @@ class DistReader:
             raise ConfigError(f"{self.directory}: {key}: {whole.numel() - filled} of {whole.numel()} elements are not there")
         return whole
 
+    def extent(self, key: str, region: Region) -> Extent | None:
+        """Where the bytes of a region lie, if it is stored as one chunk in plain order."""
+        if (offsets := self._chunks_of(key).get(region)) is None:
+            return None
+        info = self._info(MetadataIndex(key, offsets))
+        return in_archive(self.directory / info.relative_path, info.offset, info.length, region.sizes, self.dtype(key))
+
     def read_object(self, key: str) -> bytes:
         """The bytes of an object, as they are."""
         return self._slice(MetadataIndex(key))
@@ -72,7 +79,7 @@ class DistReader:
         info = self._info(MetadataIndex(key, offsets))
         path = self.directory / info.relative_path
         with path.open("rb") as file:
-            view = _Window(file, info.offset, info.length)
+            view = Window(file, info.offset, info.length)
             try:
                 tensor = torch.load(view, map_location="cpu", weights_only=True)
             except Exception as error:  # whatever torch's reader meets in damaged bytes
@@ -91,29 +98,3 @@ class DistReader:
             return self._storage[index]
         except KeyError:
             raise ConfigError(f"{self.directory}: {index.fqn}: .metadata does not say where it is stored") from None
-
-
-class _Window(io.RawIOBase):
-    """Bytes [start, start + length) of a file as a file."""
-
-    def __init__(self, file: io.BufferedReader, start: int, length: int) -> None:
-        self._file, self._start, self._length, self._position = file, start, length, 0
-
-    def seekable(self) -> bool:
-        return True
-
-    def readable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._position
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        self._position = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._length}[whence]
-        return self._position
-
-    def readinto(self, buffer: memoryview) -> int:
-        view = memoryview(buffer).cast("B")[: max(0, self._length - self._position)]
-        read = os.preadv(self._file.fileno(), [view], self._start + self._position)
-        self._position += read
-        return read

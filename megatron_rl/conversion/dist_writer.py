@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from megatron_rl.conversion.checkpoint_layout import Chunk
+from megatron_rl.conversion.extent import Extent, archive
 from megatron_rl.conversion.metadata import METADATA
 from megatron_rl.conversion.partial import Partial
 
@@ -45,22 +46,20 @@ class DistWriter:
         self._note(file, done["note"])
         return True
 
-    def write(self, file: str, items: Iterable[tuple[str, tuple[int, ...] | None, Tensor | bytes]]) -> None:
+    def write(self, file: str, items: Iterable[tuple[str, tuple[int, ...] | None, Tensor | Extent | bytes]]) -> None:
         """One file of (key, offsets, chunk), or of (key, None, object), one in memory at a time."""
         entries = []
-        crc32 = torch.serialization.get_crc32_options()
-        torch.serialization.set_crc32_options(False)  # nobody reads it; integrity.json has the checksums
-        try:
-            with (self.partial.path / self._path(file)).open("wb") as stream:
-                for key, offsets, value in items:
-                    start = stream.tell()
-                    if isinstance(value, bytes):
-                        stream.write(value)
-                    else:
-                        torch.save(_alone(value), stream)
-                    entries.append([key, offsets, start, stream.tell() - start])
-        finally:
-            torch.serialization.set_crc32_options(crc32)
+        stream = self.partial.create(self._path(file))
+        for key, offsets, value in items:
+            start = stream.tell()
+            if isinstance(value, bytes):
+                stream.write(value)
+            else:
+                before, after, _ = archive(tuple(value.shape), value.dtype)
+                stream.write(before)
+                value.copy_to(stream.write) if isinstance(value, Extent) else stream.write(_bytes(value))
+                stream.write(after)
+            entries.append([key, offsets, start, stream.tell() - start])
         self.partial.finish(self._path(file), entries)
         self._note(file, entries)
 
@@ -81,15 +80,15 @@ class DistWriter:
             stored[chunk.key].chunks.append(ChunkStorageMetadata(torch.Size(chunk.region.offsets), torch.Size(chunk.region.sizes)))
         stored |= {key: BytesStorageMetadata() for key in objects}
         metadata = Metadata(stored, storage_data=self._storage, version=CURRENT_DCP_VERSION)
-        (self.partial.path / self._path(METADATA)).write_bytes(pickle.dumps(metadata))
+        self.partial.create(self._path(METADATA)).write(pickle.dumps(metadata))
         self.partial.finish(self._path(METADATA))
         self.partial.write_text(self._path("metadata.json"), json.dumps({"sharded_backend": "torch_dist", "sharded_backend_version": 1}))
 
     def sign(self) -> None:
         """Megatron's list of checksums over all that lies beside .metadata."""
         files = {
-            Path(file).name: entry["sha256"]
-            for file, entry in self.partial.finished.items()
+            Path(file).name: checksum
+            for file, checksum in self.partial.checksums().items()
             if str(Path(file).parent) == (self.folder or ".")
         }
         self.partial.write_text(self._path("integrity.json"), json.dumps({"algorithm": "sha256", "files": files}, indent=2))
@@ -109,10 +108,5 @@ def empty_common_state() -> bytes:
     return data.getvalue()
 
 
-def _alone(tensor: Tensor) -> Tensor:
-    """The tensor in a storage of its own: torch.save writes whole storages."""
-    return (
-        tensor
-        if tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes
-        else tensor.clone(memory_format=torch.contiguous_format)
-    )
+def _bytes(tensor: Tensor) -> memoryview:
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data

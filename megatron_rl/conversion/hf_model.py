@@ -11,13 +11,12 @@ from megatron_rl.config.hf_directory import INDEX
 from megatron_rl.config.trainer import ParallelConfig
 from megatron_rl.conversion import directory
 from megatron_rl.conversion.checkpoint_layout import HEAD, Chunk, Row, rows
-from megatron_rl.conversion.hf_io import DTYPES, CheckpointReader
+from megatron_rl.conversion.extent import Extent
+from megatron_rl.conversion.hf_io import TYPES, CheckpointReader
 from megatron_rl.conversion.layout import Shards
 from megatron_rl.conversion.passthrough import Portion
 from megatron_rl.models.family import EMBEDDING_WEIGHT, HFTensor, tied
 from megatron_rl.models.registry import check_supported, family_of, read_hf_config
-
-_TYPES = {name: dtype for dtype, name in DTYPES.items()}
 
 
 class HFModel:
@@ -46,13 +45,15 @@ class HFModel:
             self._check_tied_head()
 
     def dtype(self, row: Row) -> torch.dtype:
-        return _TYPES[self.reader.dtype(row.rule.hf[0].name)]
+        return TYPES[self.reader.dtype(row.rule.hf[0].name)]
 
-    def chunk(self, chunk: Chunk) -> Tensor:
-        """What the checkpoint holds at `chunk.region`."""
+    def chunk(self, chunk: Chunk) -> Tensor | Extent:
+        """What the checkpoint holds at `chunk.region`: as bytes where they lie together in a file."""
         rule = chunk.row.rule
         shards = Shards(rule, self.config, chunk.row.whole.dimensions, chunk.size)
         tensors = rule.hf[chunk.part : chunk.part + 1] if rule.layout == "gate_up" else rule.hf
+        if len(tensors) == 1 and (extent := self.reader.extent(tensors[0].name, shards.part(tensors[0], chunk.rank), chunk.region.sizes)):
+            return extent
         parts = [self.reader.read(tensor.name, shards.shape(tensor), shards.part(tensor, chunk.rank)) for tensor in tensors]
         value = parts[0] if rule.layout == "gate_up" else shards.assemble(parts)
         sizes = chunk.region.sizes
@@ -88,9 +89,9 @@ class HFModel:
         for row in self.rows:
             for tensor in row.rule.hf:
                 path, dtype = self.directory / self.reader.files[tensor.name], self.reader.dtype(tensor.name)
-                if dtype not in _TYPES:
+                if dtype not in TYPES:
                     raise ConfigError(
-                        f"{path}: tensor {tensor.name} is {dtype}; the trainer holds {' and '.join(_TYPES)}, save it as one of them"
+                        f"{path}: tensor {tensor.name} is {dtype}; the trainer holds {' and '.join(TYPES)}, save it as one of them"
                     )
                 other = first.setdefault(row.key, tensor.name)
                 if self.reader.dtype(other) != dtype:

@@ -10,6 +10,7 @@ from megatron_rl.config.trainer import ParallelConfig
 from megatron_rl.conversion.checkpoint_layout import Chunk, Place, cut, place_chunks
 from megatron_rl.conversion.companions import copy_companions
 from megatron_rl.conversion.dist_writer import COMMON_STATE, DistWriter, empty_common_state
+from megatron_rl.conversion.extent import Extent
 from megatron_rl.conversion.hf_model import HFModel
 from megatron_rl.conversion.megatron_model import HF, MARKER, MegatronModel, write_marker
 from megatron_rl.conversion.partial import Partial, check_paths, check_space, fingerprint
@@ -44,7 +45,7 @@ def hf_to_megatron(
     identity = {"convert": "hf-to-megatron", "source": str(source.resolve()), "files": fingerprint(source), "layout": layout.model_dump()}
     total = sum(_nbytes(model, chunk) for chunks in files.values() for chunk in chunks) + sum(p.nbytes() for p in passthrough)
     check_space(destination, total)
-    partial = Partial(destination, {**identity, "file_bytes": file_bytes}, resume, checksum="sha256")
+    partial = Partial(destination, {**identity, "file_bytes": file_bytes}, resume)
     with partial.writing(), ByteProgress("hf-to-megatron", total, console) as progress:
         writer = DistWriter(partial)
         for number, (file, chunks) in enumerate(files.items()):
@@ -53,20 +54,18 @@ def hf_to_megatron(
             else:
                 writer.write(file, _items(model, chunks, progress, with_common_state=number == 0))
         for portion in passthrough:
-            (partial.path / FOLDER).mkdir(exist_ok=True)
             file = f"{FOLDER}/{portion.file.name}"
             if file in partial.finished:
                 progress.advance(portion.nbytes(), resumed=True)
             else:
-                portion.copy(partial.path / file, progress.advance)
+                portion.copy(partial.create(file), progress.advance)
                 partial.finish(file)
         (partial.path / HF).mkdir(exist_ok=True)
         copy_companions(source, partial.path / HF)
-        partial.write_text(MARKER, write_marker(model.family.name, model.tied_head))
         shapes = {row.key: row.shape for row in model.rows}
         dtypes = {row.key: model.dtype(row) for row in model.rows}
         writer.finish((chunk for chunks in files.values() for chunk in chunks), shapes, dtypes, [COMMON_STATE])
-        writer.sign()
+        partial.write_text(MARKER, write_marker(model.family.name, model.tied_head, partial.checksums()))
     if check:
         copy = MegatronModel(partial.path, None)
         verify(model, passthrough, copy, copy.passthrough, total, console)
@@ -75,7 +74,7 @@ def hf_to_megatron(
 
 def _items(
     model: HFModel, chunks: list[Chunk], progress: ByteProgress, with_common_state: bool
-) -> Iterator[tuple[str, tuple[int, ...] | None, Tensor | bytes]]:
+) -> Iterator[tuple[str, tuple[int, ...] | None, Tensor | Extent | bytes]]:
     if with_common_state:
         yield COMMON_STATE, None, empty_common_state()
     for chunk in chunks:

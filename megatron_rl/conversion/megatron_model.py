@@ -9,6 +9,7 @@ A converted directory holds the files of megatron.core.dist_checkpointing and
 import io
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -20,6 +21,7 @@ from megatron_rl.config.trainer import ParallelConfig
 from megatron_rl.conversion.checkpoint_layout import Row, rows
 from megatron_rl.conversion.dist_reader import DistReader
 from megatron_rl.conversion.dist_writer import COMMON_STATE
+from megatron_rl.conversion.extent import Extent
 from megatron_rl.conversion.hf_io import TensorSpec
 from megatron_rl.conversion.hf_model import HFModel
 from megatron_rl.conversion.partial import digest
@@ -31,6 +33,7 @@ MARKER, FORMAT = "megatron_rl.json", 1
 TRAINER_LAYOUT = 1
 """trainer.checkpoint.LAYOUT, which conversion may not import."""
 HF = "hf"
+INTEGRITY = "integrity.json"
 OPTIMIZER = "optimizer."
 
 
@@ -76,17 +79,35 @@ class MegatronModel:
         for tensor, value in zip(tensors, [*values, *values[: len(tensors) - len(values)]], strict=True):
             yield tensor, value.reshape(row.whole.shape(tensor))
 
+    def contents(self, row: Row) -> Iterator[tuple[HFTensor, Tensor | Extent]]:
+        """As `tensors`, but as bytes where they lie together in a file."""
+        tensors = row.hf_tensors(self.tied_head)
+        regions = row.regions(row.shape, 0, 1)
+        if row.rule.layout == "qkv":
+            extents = [None]
+        else:
+            extents = [self.reader.extent(row.key, region) for region in regions * (len(tensors) // len(regions))]
+        if None in extents:
+            yield from self.tensors(row)
+        else:
+            for tensor, extent in zip(tensors, extents, strict=True):
+                yield tensor, replace(extent, shape=row.whole.shape(tensor))
+
     def specs(self, row: Row) -> list[TensorSpec]:
         """Of `tensors`."""
         return [TensorSpec(t.name, row.whole.shape(t), self.reader.dtype(row.key)) for t in row.hf_tensors(self.tied_head)]
 
     def check_integrity(self) -> None:
-        """ConfigError naming a file whose bytes are not those that were written, where integrity.json knows them."""
-        listed = self.directory / "integrity.json"
-        if listed.is_file():
-            for name, checksum in json.loads(listed.read_text())["files"].items():
-                if not (path := self.directory / name).is_file() or digest(path, "sha256") != checksum:
-                    raise ConfigError(f"{path}: damaged: it has not the checksum that integrity.json says")
+        """ConfigError naming a file whose bytes are not those that were written: megatron_rl.json or Megatron's integrity.json knows."""
+        if not self.is_training:
+            listed, checksum, files = MARKER, "xxh3", read_marker(self.directory)["xxh3"]
+        elif (self.directory / INTEGRITY).is_file():
+            listed, checksum, files = INTEGRITY, "sha256", json.loads((self.directory / INTEGRITY).read_text())["files"]
+        else:
+            return
+        for name, expected in files.items():
+            if not (path := self.directory / name).is_file() or digest(path, checksum) != expected:
+                raise ConfigError(f"{path}: damaged: it has not the checksum that {listed} says")
 
     def _check(self) -> None:
         for row in self.rows:
@@ -112,9 +133,14 @@ class MegatronModel:
                 )
 
 
-def write_marker(family: str, tied_head: bool) -> str:
-    """What megatron_rl.json says. tied_head: the HF directory holds the tied embedding a second time, as lm_head.weight."""
-    return json.dumps({"format": FORMAT, "family": family, "tied_head": tied_head}) + "\n"
+def write_marker(family: str, tied_head: bool, checksums: dict[str, str]) -> str:
+    """What megatron_rl.json says.
+
+    Args:
+        tied_head: the HF directory holds the tied embedding a second time, as lm_head.weight.
+        checksums: xxh3 (128 bits) of the directory's files.
+    """
+    return json.dumps({"format": FORMAT, "family": family, "tied_head": tied_head, "xxh3": checksums}, indent=1) + "\n"
 
 
 def read_marker(source: Path) -> dict:

@@ -56,6 +56,7 @@ def megatron_to_hf(
     total = sum(_nbytes(exported, row) for row in model.rows) + sum(portion.nbytes() for portion in model.passthrough)
     check_space(destination, total)
     partial = Partial(destination, {**identity, "shard_bytes": shard_bytes}, resume)
+    contents = model.contents if exported is model else exported.tensors
     weight_map: dict[str, str] = {}
     with partial.writing(), ByteProgress("megatron-to-hf", total, console) as progress:
         for name, shard in zip(names, shards, strict=False):
@@ -63,9 +64,10 @@ def megatron_to_hf(
             if name in partial.finished:
                 progress.advance(sum(_nbytes(exported, row) for row in shard), resumed=True)
                 continue
-            with ShardWriter(partial.path / name, [spec for row in shard for spec in exported.specs(row)]) as writer:
+            specs = [spec for row in shard for spec in exported.specs(row)]
+            with ShardWriter(partial.path / name, specs, partial.create(name)) as writer:
                 for row in shard:
-                    for spec, (_, value) in zip(exported.specs(row), exported.tensors(row), strict=True):
+                    for spec, (_, value) in zip(exported.specs(row), contents(row), strict=True):
                         writer.write(spec.name, value)
                         progress.advance(value.nbytes)
             partial.finish(name)
@@ -74,7 +76,7 @@ def megatron_to_hf(
             if name in partial.finished:
                 progress.advance(portion.nbytes(), resumed=True)
                 continue
-            portion.copy(partial.path / name, progress.advance)
+            portion.copy(partial.create(name), progress.advance)
             partial.finish(name)
         copy_companions(model.hf_dir, partial.path)
         if model.is_training:

@@ -14,11 +14,12 @@ from typing import Any, Literal
 import xxhash
 
 from megatron_rl.config.base import ConfigError
+from megatron_rl.conversion.extent import copy_bytes
 
 JOURNAL = "conversion.jsonl"
 Checksum = Literal["xxh3", "sha256"]
 """Of finished files: xxh3 is as fast as the disk, sha256 is what Megatron's integrity.json wants."""
-_BLOCK = 1 << 22
+_STATES = {"xxh3": xxhash.xxh3_128, "sha256": hashlib.sha256}
 
 
 class Partial:
@@ -33,8 +34,9 @@ class Partial:
     def __init__(self, destination: Path, identity: dict[str, Any], resume: bool, checksum: Checksum = "xxh3") -> None:
         self.destination = destination
         self.path = destination.with_name(destination.name + ".partial")
-        self._identity, self._digest = identity, checksum
-        self._finisher = ThreadPoolExecutor(2)
+        self._identity, self.checksum = identity, checksum
+        self._finisher = ThreadPoolExecutor(1)
+        self._open: dict[str, HashedFile] = {}
         self._pending: Future[None] | None = None
         self.finished: dict[str, dict[str, Any]] = {}
         """By file name: {"bytes", checksum, "note"} of every file that is whole and on the disk."""
@@ -60,10 +62,22 @@ class Partial:
                 f"{error.filename or self.path}: {error.strerror}; the finished part is kept: continue with --resume, or delete {self.path}"
             ) from None
 
+    def create(self, file: str) -> "HashedFile":
+        """Open `file` (its folder appears if need be) for writing, up to `finish`."""
+        path = self.path / file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._open[file] = HashedFile(path, self.checksum)
+        return self._open[file]
+
     def finish(self, file: str, note: Any = None) -> None:
-        """`file` is written: bring it to the disk, sum it up and note it, while the next one is being written."""
+        """`file` is written: bring it to the disk and note it, while the next one is being written."""
         self._wait()
-        self._pending = self._finisher.submit(self._finish, file, note, self._finisher.submit(_fsync, self.path / file))
+        self._pending = self._finisher.submit(self._finish, file, self._open.pop(file), note)
+
+    def checksums(self) -> dict[str, str]:
+        """Of the finished files, once all are on the disk."""
+        self._wait()
+        return {file: entry[self.checksum] for file, entry in self.finished.items()}
 
     def complete(self) -> None:
         """Everything is written: let the destination appear."""
@@ -78,19 +92,18 @@ class Partial:
 
     def write_text(self, file: str, text: str) -> None:
         """A small file, finished at once."""
-        (self.path / file).write_text(text)
+        self.create(file).write(text.encode())
+        self.finish(file)
         self._wait()
-        self._finish(file, None, self._finisher.submit(_fsync, self.path / file))
 
     def _wait(self) -> None:
         if self._pending is not None:
             self._pending.result()
             self._pending = None
 
-    def _finish(self, file: str, note: Any, on_disk: Future[None]) -> None:
-        path = self.path / file
-        entry = {"bytes": path.stat().st_size, self._digest: digest(path, self._digest), "note": note}
-        on_disk.result()
+    def _finish(self, file: str, written: "HashedFile", note: Any) -> None:
+        written.close()
+        entry = {"bytes": written.size, self.checksum: written.hexdigest(), "note": note}
         self._append({"file": file, **entry})
         self.finished[file] = entry
 
@@ -114,7 +127,7 @@ class Partial:
             )
         for line in lines:
             path = self.path / line.pop("file")
-            if path.is_file() and path.stat().st_size == line["bytes"] and digest(path, self._digest) == line[self._digest]:
+            if path.is_file() and path.stat().st_size == line["bytes"] and digest(path, self.checksum) == line[self.checksum]:
                 self.finished[str(path.relative_to(self.path))] = line
         for path in self.path.rglob("*"):
             if path.is_file() and path.name != JOURNAL and str(path.relative_to(self.path)) not in self.finished:
@@ -125,11 +138,36 @@ class Partial:
             self._append({"file": file, **entry})
 
 
+class HashedFile:
+    """A file being written, and summed up on the way."""
+
+    def __init__(self, path: Path, checksum: Checksum) -> None:
+        self.size = 0
+        self._file = path.open("wb")
+        self._state = _STATES[checksum]()
+
+    def write(self, data: Any) -> int:
+        self._state.update(data)
+        written = self._file.write(data)
+        self.size += written
+        return written
+
+    def tell(self) -> int:
+        return self.size
+
+    def hexdigest(self) -> str:
+        return self._state.hexdigest()
+
+    def close(self) -> None:
+        """On the disk."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+
+
 def digest(path: Path, checksum: Checksum) -> str:
-    state = hashlib.sha256() if checksum == "sha256" else xxhash.xxh3_128()
-    with path.open("rb", buffering=0) as file:
-        while block := file.read(_BLOCK):
-            state.update(block)
+    state = _STATES[checksum]()
+    copy_bytes(path, 0, path.stat().st_size, state.update)
     return state.hexdigest()
 
 

@@ -7,6 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_rl.conversion.extent import copy_bytes
+from megatron_rl.conversion.hf_io import read_header
+from megatron_rl.conversion.partial import HashedFile
+
 FOLDER = "passthrough"
 """In a Megatron directory."""
 _BLOCK = 1 << 22
@@ -20,12 +24,12 @@ class Portion:
     names: tuple[str, ...]
 
     def nbytes(self) -> int:
-        entries, _ = _header(self.file)
+        entries, _ = read_header(self.file)
         return sum(end - start for start, end in (entries[name]["data_offsets"] for name in self.names))
 
-    def copy(self, target: Path, advance: Callable[[int], None]) -> None:
+    def copy(self, target: HashedFile, advance: Callable[[int], None]) -> None:
         """Write them to a file of their own."""
-        entries, data = _header(self.file)
+        entries, data = read_header(self.file)
         header: dict[str, object] = {"__metadata__": {"format": "pt"}}
         offset = 0
         for name in self.names:
@@ -34,28 +38,23 @@ class Portion:
             offset += end - start
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
-        with self.file.open("rb") as source, target.open("wb") as copy:
-            copy.write(struct.pack("<Q", len(text)) + text)
-            for name in self.names:
-                start, end = entries[name]["data_offsets"]
-                source.seek(data + start)
-                while start < end:
-                    block = source.read(min(_BLOCK, end - start))
-                    copy.write(block)
-                    start += len(block)
-                    advance(len(block))
+        target.write(struct.pack("<Q", len(text)) + text)
+        for name in self.names:
+            start, end = entries[name]["data_offsets"]
+            copy_bytes(self.file, data + start, end - start, target.write)
+            advance(end - start)
 
 
 def portions(directory: Path) -> list[Portion]:
     """All tensors of the safetensors files in a directory (which need not be there), by file."""
-    return [Portion(file, tuple(_header(file)[0])) for file in sorted(directory.glob("*.safetensors"))]
+    return [Portion(file, tuple(read_header(file)[0])) for file in sorted(directory.glob("*.safetensors"))]
 
 
 def same(portion: Portion, copies: dict[str, Path]) -> str | None:
     """The first tensor whose bytes differ from its copy (by name: the file that holds it); None where all are the same."""
-    theirs, their_data = _header(portion.file)
+    theirs, their_data = read_header(portion.file)
     for name in portion.names:
-        ours, our_data = _header(copies[name])
+        ours, our_data = read_header(copies[name])
         (start, end), (our_start, our_end) = theirs[name]["data_offsets"], ours[name]["data_offsets"]
         if {**theirs[name], "data_offsets": None} != {**ours[name], "data_offsets": None} or end - start != our_end - our_start:
             return name
@@ -67,12 +66,3 @@ def same(portion: Portion, copies: dict[str, Path]) -> str | None:
                 if source.read(length) != other.read(length):
                     return name
     return None
-
-
-def _header(file: Path) -> tuple[dict, int]:
-    """Entries of a safetensors file that was checked, and where its data begins."""
-    with file.open("rb") as f:
-        length = int.from_bytes(f.read(8), "little")
-        entries = json.loads(f.read(length))
-    entries.pop("__metadata__", None)
-    return entries, 8 + length

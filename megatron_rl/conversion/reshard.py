@@ -1,6 +1,5 @@
 """Megatron checkpoint -> the same one in the chunks of another layout, with its optimizer state, so that ranks read whole chunks."""
 
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,15 +11,17 @@ from megatron_rl.config.trainer import ParallelConfig
 from megatron_rl.conversion.checkpoint_layout import Chunk, Place, cut, place_chunks
 from megatron_rl.conversion.dist_reader import DistReader
 from megatron_rl.conversion.dist_writer import DistWriter
+from megatron_rl.conversion.extent import Extent, copy_bytes
 from megatron_rl.conversion.hf_model import same_bits
 from megatron_rl.conversion.hf_to_megatron import FILE_BYTES
-from megatron_rl.conversion.megatron_model import OPTIMIZER, MegatronModel
+from megatron_rl.conversion.megatron_model import INTEGRITY, MARKER, OPTIMIZER, MegatronModel, write_marker
+from megatron_rl.conversion.metadata import METADATA
 from megatron_rl.conversion.partial import Partial, check_paths, check_space, fingerprint
 from megatron_rl.conversion.progress import ByteProgress
 from megatron_rl.conversion.verify import VerificationFailed
 
 _STATE = OPTIMIZER + "state."
-_WRITTEN = (".metadata", "metadata.json", "integrity.json")
+_WRITTEN = (METADATA, "metadata.json", INTEGRITY, MARKER)
 
 
 def reshard(
@@ -54,7 +55,7 @@ def reshard(
     identity = {"convert": "reshard", "source": str(source.resolve()), "files": fingerprint(source), "layout": layout.model_dump()}
     total = sum(map(reader.nbytes, reader.tensors))
     check_space(destination, total)
-    partial = Partial(destination, {**identity, "file_bytes": file_bytes}, resume, checksum="sha256")
+    partial = Partial(destination, {**identity, "file_bytes": file_bytes}, resume, "sha256" if model.is_training else "xxh3")
     with partial.writing():
         _copy_rest(source, model.directory, partial)
         with ByteProgress("reshard", total, console) as progress:
@@ -67,7 +68,10 @@ def reshard(
             chunks = (chunk for chunks in files.values() for chunk in chunks)
             shapes = {key: reader.shape(key) for key in reader.tensors}
             writer.finish(chunks, shapes, {key: reader.dtype(key) for key in reader.tensors}, reader.objects)
-            writer.sign()
+            if model.is_training:
+                writer.sign()
+            else:
+                partial.write_text(MARKER, write_marker(model.family.name, model.tied_head, partial.checksums()))
     if check:
         _verify(reader, DistReader(partial.path / folder), files, total, console)
     partial.complete()
@@ -102,20 +106,19 @@ def _copy_rest(source: Path, checkpoint: Path, partial: Partial) -> None:
         name = str(path.relative_to(source))
         own = path.parent == checkpoint and (path.name in _WRITTEN or path.suffix == ".distcp")
         if path.is_file() and not own and name not in partial.finished:
-            (partial.path / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(path, partial.path / name)
+            copy_bytes(path, 0, path.stat().st_size, partial.create(name).write)
             partial.finish(name)
     (partial.path / checkpoint.relative_to(source)).mkdir(exist_ok=True)
 
 
 def _items(
     reader: DistReader, chunks: list[Chunk], progress: ByteProgress, with_objects: bool
-) -> Iterator[tuple[str, tuple[int, ...] | None, Tensor | bytes]]:
+) -> Iterator[tuple[str, tuple[int, ...] | None, Tensor | Extent | bytes]]:
     if with_objects:
         for key in reader.objects:
             yield key, None, reader.read_object(key)
     for chunk in chunks:
-        yield chunk.key, chunk.region.offsets, reader.read(chunk.key, chunk.region)
+        yield chunk.key, chunk.region.offsets, reader.extent(chunk.key, chunk.region) or reader.read(chunk.key, chunk.region)
         progress.advance(_nbytes(reader, chunk))
 
 

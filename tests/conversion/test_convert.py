@@ -1,17 +1,20 @@
 """HF -> Megatron -> HF and reshard keep every bit of every tensor, whatever the family, the types, the files and the layout."""
 
+import io
 import json
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
+import xxhash
 from hf_directories import FAMILIES, MOE, assert_same, in_shards, tensors_of, variant
 from rich.console import Console
 from tiny_models import write_glm4_moe, write_qwen3
 
 from megatron_rl.config.trainer import ParallelConfig
 from megatron_rl.conversion.dist_reader import DistReader
+from megatron_rl.conversion.extent import archive, in_archive
 from megatron_rl.conversion.hf_to_megatron import hf_to_megatron
 from megatron_rl.conversion.megatron_to_hf import megatron_to_hf
 from megatron_rl.conversion.reshard import reshard
@@ -160,15 +163,22 @@ def test_verification_names_the_tensor_that_came_out_wrong(qwen3, tmp_path, monk
     assert not (tmp_path / "megatron").exists()
 
 
-def test_megatron_own_checksums_cover_the_directory(qwen3, tmp_path):
-    from megatron.core.dist_checkpointing.core import CheckpointingException
-    from megatron.core.dist_checkpointing.validation import verify_integrity_manifest
-
+def test_checksums_cover_the_directory(qwen3, tmp_path):
     megatron = to_megatron(qwen3, tmp_path / "megatron")
-    verify_integrity_manifest(str(megatron))
-    listed = set(json.loads((megatron / "integrity.json").read_text())["files"])
-    assert listed == {path.name for path in megatron.iterdir() if path.is_file()} - {"integrity.json"}
-    chunk = next(megatron.glob("*.distcp"))
-    chunk.write_bytes(chunk.read_bytes()[:-1] + b"x")
-    with pytest.raises(CheckpointingException):
-        verify_integrity_manifest(str(megatron))
+    listed = json.loads((megatron / "megatron_rl.json").read_text())["xxh3"]
+    assert listed.keys() == {path.name for path in megatron.iterdir() if path.is_file()} - {"megatron_rl.json"}
+    assert all(xxhash.xxh3_128(path.read_bytes()).hexdigest() == listed[path.name] for path in megatron.glob("*.distcp"))
+
+
+def test_archives_are_those_of_torch(tmp_path):
+    # A chunk that was copied as bytes is what torch.save writes, so that torch.load reads it.
+    for tensor in (torch.randn(3, 5), torch.randn(7).bfloat16(), torch.randn(1, 2, 3)):
+        before, after, _ = archive(tuple(tensor.shape), tensor.dtype)
+        file = tmp_path / "chunk"
+        file.write_bytes(b"else" + before + tensor.view(torch.uint8).numpy().tobytes() + after)
+        assert torch.equal(torch.load(io.BytesIO(file.read_bytes()[4:]), weights_only=True), tensor)
+        found = in_archive(file, 4, file.stat().st_size - 4, tuple(tensor.shape), tensor.dtype)
+        assert file.read_bytes()[found.offset : found.offset + found.nbytes] == tensor.view(torch.uint8).numpy().tobytes()
+        for other in (tensor.t() if tensor.dim() == 2 else tensor.double(), torch.cat([tensor, tensor])[1 : 1 + len(tensor)]):
+            torch.save(other, file)
+            assert in_archive(file, 0, file.stat().st_size, tuple(tensor.shape), tensor.dtype) is None
