@@ -113,7 +113,7 @@ def forward_backward(directory: Path, tokens: Tensor) -> tuple[Tensor, dict[str,
 
     from megatron_rl.conversion.live import live_tensors
 
-    policy = models.build(str(directory), ParallelConfig(), "float32")
+    policy = models.build(str(directory), TrainerConfig(), "float32")
     conversion.load_hf(policy, directory)
     (model,) = policy.chunks
     offsets = torch.tensor([0, *DOCUMENTS], device=tokens.device).cumsum(0).int()

@@ -33,10 +33,11 @@ class ParityConfig(ParallelConfig):
     rtol: float | None = Field(default=None, gt=0)
     """Largest difference of a gradient, relative to the tensor's largest element (default: 1e-4)."""
 
-    @property
-    def moe(self) -> MoEConfig:
-        """Routers are trained, so that their gradients are compared."""
-        return MoEConfig(token_dispatcher=self.token_dispatcher, train_router=True)
+    def trainer(self) -> TrainerConfig:
+        """The trainer's settings for this; routers are trained, so that their gradients are compared."""
+        layout = ParallelConfig(**self.model_dump(include=set(ParallelConfig.model_fields)))
+        moe = MoEConfig(token_dispatcher=self.token_dispatcher, train_router=True)
+        return TrainerConfig(parallel=layout, moe=moe, recompute=self.recompute)
 
     @property
     def bounds(self) -> tuple[float, float]:
@@ -52,7 +53,7 @@ class ParityConfig(ParallelConfig):
     @model_validator(mode="after")
     def _trainer_takes_it(self) -> "ParityConfig":
         try:
-            TrainerConfig(moe=self.moe, parallel=ParallelConfig(**self.model_dump(include=set(ParallelConfig.model_fields))))
+            self.trainer()
         except ValidationError as error:
             raise ValueError("; ".join(e["msg"].removeprefix("Value error, ") for e in error.errors())) from None
         return self

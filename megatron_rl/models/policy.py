@@ -1,7 +1,6 @@
 """A rank's share of the model being trained, and how it is built from an HF config."""
 
 import itertools
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +11,7 @@ from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from megatron_rl import platform, precision
 from megatron_rl.config.base import ConfigError
 from megatron_rl.config.precision import PrecisionConfig
-from megatron_rl.config.trainer import MoEConfig, ParallelConfig
+from megatron_rl.config.trainer import ParallelConfig, TrainerConfig
 from megatron_rl.models import layer_spec, rope
 from megatron_rl.models.family import Family, HFConfig, padded_vocab, tied
 from megatron_rl.models.language_model import LanguageModel
@@ -47,56 +46,37 @@ class Policy:
         return [module for chunk in self.chunks for module in chunk.modules() if isinstance(module, BalancedRouter)]
 
 
-def build_policy(
-    hf: HFConfig,
-    parallel: ParallelConfig,
-    moe: MoEConfig,
-    low_precision: PrecisionConfig,
-    dtype: str,
-    recompute: str,
-    recompute_modules: Sequence[str],
-    head_chunk_tokens: int,
-    offload_activations: bool,
-) -> Policy:
+def build_policy(hf: HFConfig, trainer: TrainerConfig, dtype: str, low_precision: PrecisionConfig) -> Policy:
     """See `models.build`."""
-    if problems := check_supported(hf, parallel) or check_recompute(hf, recompute_modules):
+    if problems := check_supported(hf, trainer.parallel) or check_recompute(hf, trainer.recompute_modules):
         raise ConfigError(*problems)
     family = family_of(hf)
-    config = transformer_config(hf, family, parallel, moe, low_precision, getattr(torch, dtype), recompute, recompute_modules)
+    config = transformer_config(hf, family, trainer, getattr(torch, dtype), low_precision)
     chunks = [
-        _build_chunk(number, config, family, hf, parallel, head_chunk_tokens, offload_activations).to(platform.device())
-        for number in range(parallel.virtual_pipeline_parallel)
+        _build_chunk(number, config, family, hf, trainer).to(platform.device())
+        for number in range(trainer.parallel.virtual_pipeline_parallel)
     ]
-    if not moe.train_router:
+    if not trainer.moe.train_router:
         for chunk in chunks:
             for name, parameter in chunk.named_parameters():
                 if name.endswith(".mlp.router.weight"):
                     parameter.requires_grad = False
-    trains_routers = moe.train_router and family.has_experts(hf)
     return Policy(
-        chunks,
-        config,
-        hf,
-        family,
-        parallel,
-        config.params_dtype,
-        precision.token_alignment(low_precision),
-        trains_routers,
-        moe.aux_loss_coefficient,
+        chunks=chunks,
+        config=config,
+        hf_config=hf,
+        family=family,
+        parallel=trainer.parallel,
+        dtype=config.params_dtype,
+        token_alignment=precision.token_alignment(low_precision),
+        trains_routers=trainer.moe.train_router and family.has_experts(hf),
+        aux_loss_coefficient=trainer.moe.aux_loss_coefficient,
     )
 
 
-def _build_chunk(
-    number: int,
-    config: TransformerConfig,
-    family: Family,
-    hf: HFConfig,
-    parallel: ParallelConfig,
-    head_chunk_tokens: int,
-    offload_activations: bool,
-) -> LanguageModel:
+def _build_chunk(number: int, config: TransformerConfig, family: Family, hf: HFConfig, trainer: TrainerConfig) -> LanguageModel:
     """Chunk `number` of this stage; the stack's segments go round the stages, chunk by chunk."""
-    pattern = family.pattern(hf)
+    parallel, pattern = trainer.parallel, family.pattern(hf)
     blocks = ["".join(pattern[start:end]) for start, end in itertools.pairwise(parallel.chunk_bounds(len(pattern)))]
     stage = {"ignore_virtual": False, "vp_stage": number}
     rotary_dim = family.rotary_dim(hf)
@@ -109,8 +89,8 @@ def _build_chunk(
         max_sequence_length=hf.get("max_position_embeddings", 2048),
         rotary_percent=rotary_dim / config.kv_channels,
         inverse_frequencies=rope.rope(hf).inverse_frequencies(rotary_dim),
-        head_chunk_tokens=head_chunk_tokens,
-        offload_activations=offload_activations,
+        head_chunk_tokens=trainer.head_chunk_tokens,
+        offload_activations=trainer.offload_activations,
         share_embeddings_and_output_weights=tied(hf),
         pre_process=parallel_state.is_pipeline_first_stage(**stage),
         post_process=parallel_state.is_pipeline_last_stage(**stage),
@@ -119,25 +99,19 @@ def _build_chunk(
 
 
 def transformer_config(
-    hf: HFConfig,
-    family: Family,
-    parallel: ParallelConfig,
-    moe: MoEConfig,
-    low_precision: PrecisionConfig,
-    dtype: torch.dtype,
-    recompute: str,
-    recompute_modules: Sequence[str] = (),
+    hf: HFConfig, family: Family, trainer: TrainerConfig, dtype: torch.dtype, low_precision: PrecisionConfig
 ) -> TransformerConfig:
     """Megatron's config of this model: one layer per entry of the stack, two entries per block.
 
     Gradients are sums: with calculate_per_token_loss neither DDP nor the schedule divides them by ranks or micro-batches.
     """
+    parallel = trainer.parallel
     fields = family.transformer(hf) | platform.transformer_defaults() | precision.megatron_fields(low_precision)
-    if recompute == "full":
+    if trainer.recompute == "full":
         # One block (attention and MLP entries) is the unit that is recomputed.
         fields |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 2}
-    if recompute == "selective":
-        fields |= {"recompute_granularity": "selective", "recompute_modules": list(recompute_modules)}
+    if trainer.recompute == "selective":
+        fields |= {"recompute_granularity": "selective", "recompute_modules": list(trainer.recompute_modules)}
     config = MLATransformerConfig if fields.get("multi_latent_attention") else TransformerConfig
     return config(
         num_layers=2 * hf["num_hidden_layers"],
@@ -159,7 +133,7 @@ def transformer_config(
         # With two stages, batched sends and receives of the interleaved schedule would mix up its chunks (silently wrong gradients).
         overlap_p2p_comm=parallel.virtual_pipeline_parallel > 1,
         batch_p2p_comm=parallel.virtual_pipeline_parallel == 1,
-        moe_token_dispatcher_type=moe.token_dispatcher,
+        moe_token_dispatcher_type=trainer.moe.token_dispatcher,
         calculate_per_token_loss=True,
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,

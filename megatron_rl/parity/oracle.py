@@ -19,6 +19,7 @@ from megatron_rl.parity.documents import MicroBatch, micro_batches, predictions
 def main(settings: str, folder: str) -> None:
     config, out = ParityConfig.model_validate_json(Path(settings).read_text()), Path(folder)
     model = AutoModelForCausalLM.from_pretrained(config.model, dtype=torch.float32, attn_implementation="eager")
+    use_configured_epsilon(model)
     batches = micro_batches(config, model.config.vocab_size)
     losses: list[Tensor] = []
     learning_rate = 0.0
@@ -38,6 +39,13 @@ def main(settings: str, folder: str) -> None:
     exchange.write(out / "oracle.loss", [("loss", torch.stack(losses))])
     if config.steps:
         exchange.write(out / "oracle.parameters", as_saved((name, p) for name, p in model.named_parameters() if p.grad is not None))
+
+
+def use_configured_epsilon(model: PreTrainedModel) -> None:
+    """transformers computes the norms of latent attention with 1e-6 whatever rms_norm_eps says; engines, and we, follow the config."""
+    for name, module in model.named_modules():
+        if name.endswith((".q_a_layernorm", ".kv_a_layernorm")):
+            module.variance_epsilon = model.config.rms_norm_eps
 
 
 def forward_backward(model: PreTrainedModel, batches: list[MicroBatch]) -> dict[str, Tensor]:

@@ -68,7 +68,7 @@ class Rank:
         from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 
         self.world = world
-        self.policy = models.build(config.model, config, config.dtype, config.recompute, moe=config.moe)
+        self.policy = models.build(config.model, config.trainer(), config.dtype)
         conversion.load_hf(self.policy, config.model)
         # The loss is a sum of shares of the mean: gradients are summed and never divided.
         self.policy.config.finalize_model_grads_func = lambda chunks, _tokens, **kw: finalize_model_grads(chunks, None, **kw)

@@ -40,17 +40,7 @@ def open_session(
     precision: PrecisionConfig = PrecisionConfig(),  # noqa: B008 (frozen)
 ) -> Session:
     """Build this rank's part of the policy, and load `source`'s weights (HF) or the checkpoint `resume_from`."""
-    policy = models.build(
-        source,
-        trainer.parallel,
-        model.dtype,
-        trainer.recompute,
-        trainer.head_chunk_tokens,
-        trainer.moe,
-        precision,
-        trainer.recompute_modules,
-        trainer.offload_activations,
-    )
+    policy = models.build(source, trainer, model.dtype, precision)
     if resume_from is None:
         conversion.load_hf(policy, source)
     optimizer = Optimizer(policy, optim, scheduler, steps, trainer.offload_optimizer)

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 
 from megatron_rl import conversion, models, platform
-from megatron_rl.config.trainer import OptimConfig, ParallelConfig, SchedulerConfig
+from megatron_rl.config.trainer import OptimConfig, ParallelConfig, SchedulerConfig, TrainerConfig
 from megatron_rl.conversion.live_checkpoint import load_megatron
 from megatron_rl.platform.world import split
 
@@ -26,7 +26,7 @@ def main(args: list[str]) -> None:
 
             parallel_state.destroy_model_parallel()
             world = split(parallel, seed=0, timeout_s=120)
-        policy = models.build(case["hf"], parallel, "float32")
+        policy = models.build(case["hf"], TrainerConfig(parallel=parallel), "float32")
         KINDS[case["kind"]](policy, case, out / case["name"])
         if case["kind"] != "save":
             exported = {name: tensor.clone() for name, tensor in conversion.export_tensors(policy)}

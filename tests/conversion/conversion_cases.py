@@ -6,7 +6,7 @@ import torch
 
 from megatron_rl import conversion, models, platform
 from megatron_rl.config.base import ConfigError
-from megatron_rl.config.trainer import ParallelConfig
+from megatron_rl.config.trainer import ParallelConfig, TrainerConfig
 
 
 def main(args: list[str]) -> dict:
@@ -14,7 +14,7 @@ def main(args: list[str]) -> dict:
     good, twin, *broken = args
     platform.install()
     world = platform.initialize(ParallelConfig(), seed=0, timeout_s=60, threads=1)
-    policy = models.build(good, ParallelConfig(), "float32")
+    policy = models.build(good, TrainerConfig(), "float32")
     errors = {}
     for directory in broken:
         try:

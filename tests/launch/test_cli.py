@@ -162,6 +162,7 @@ def test_each_make_target_is_in_the_help():
     assert [line.split()[1] for line in out.splitlines()] == [
         "help",
         "venv",
+        "te",
         "demo",
         "test",
         "test-fast",

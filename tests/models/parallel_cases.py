@@ -12,7 +12,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 from megatron_rl import conversion, models, platform
-from megatron_rl.config.trainer import MoEConfig, ParallelConfig
+from megatron_rl.config.trainer import MoEConfig, ParallelConfig, TrainerConfig
 from megatron_rl.models.layers.context_parallel import zigzag_indices
 from megatron_rl.platform.world import split
 
@@ -43,7 +43,9 @@ def _run(case: dict, parallel: ParallelConfig, world: platform.World, data: dict
 
     dtype = case.get("dtype", "float32")
     moe = MoEConfig(train_router=True, token_dispatcher=case.get("token_dispatcher", "alltoall"))
-    policy = models.build(case["model"], parallel, dtype, case.get("recompute", "none"), case.get("chunk", 5), moe)
+    recompute, head_chunk_tokens = case.get("recompute", "none"), case.get("chunk", 5)
+    trainer = TrainerConfig(parallel=parallel, moe=moe, recompute=recompute, head_chunk_tokens=head_chunk_tokens)
+    policy = models.build(case["model"], trainer, dtype)
     conversion.load_hf(policy, case["model"])
     exported = {name: tensor.clone() for name, tensor in conversion.export_tensors(policy)}
     _save(exported, out / f"{case['name']}.weights", world)

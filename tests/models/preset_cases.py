@@ -11,7 +11,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._device import _device_constructors
 
 from megatron_rl import models, platform
-from megatron_rl.config.trainer import ParallelConfig
+from megatron_rl.config.trainer import ParallelConfig, TrainerConfig
 
 
 class Meta(TorchFunctionMode):
@@ -40,7 +40,7 @@ def _shapes(config: dict[str, Any]) -> dict[str, list[int]]:
 
     with tempfile.TemporaryDirectory() as folder, Meta():
         (Path(folder) / "config.json").write_text(json.dumps(config))
-        policy = models.build(folder, ParallelConfig(), "bfloat16")
+        policy = models.build(folder, TrainerConfig(), "bfloat16")
         tensors = live_tensors(policy, policy.chunks[0])
     assert all(tensor.is_meta for tensor in tensors.values())
     return {name: list(tensor.shape) for name, tensor in tensors.items()}

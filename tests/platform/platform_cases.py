@@ -5,7 +5,7 @@ import warnings
 import torch
 
 from megatron_rl import platform
-from megatron_rl.config.trainer import ParallelConfig
+from megatron_rl.config.trainer import ParallelConfig, TrainerConfig
 
 
 def shim(_):
@@ -58,7 +58,7 @@ def masters(hf_dir, parallel):
 
     from megatron_rl import conversion, models
 
-    policy = models.build(hf_dir, parallel, "float32")
+    policy = models.build(hf_dir, TrainerConfig(parallel=parallel), "float32")
     conversion.load_hf(policy, hf_dir)
     ddp = DistributedDataParallel(policy.config, DistributedDataParallelConfig(use_distributed_optimizer=True), policy.chunks[0])
     optimizer = get_megatron_optimizer(OptimizerConfig(lr=1e-3, use_distributed_optimizer=True), [ddp])

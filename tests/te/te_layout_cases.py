@@ -8,7 +8,7 @@ from pretend_gpu import pretend_gpu
 from te_models import rank_of, write
 
 from megatron_rl import models, platform
-from megatron_rl.config.trainer import ParallelConfig
+from megatron_rl.config.trainer import ParallelConfig, TrainerConfig
 
 
 def main(args: list[str]) -> dict:
@@ -31,7 +31,7 @@ def _rank(directory: Path, parallel: ParallelConfig, with_keys: bool) -> dict:
 
     with pretend_gpu("H100", meta=True):
         assert platform.layer_backend() == "transformer_engine"
-        policy = models.build(directory, parallel, "float32")
+        policy = models.build(directory, TrainerConfig(parallel=parallel), "float32")
         tensors = [
             {name: [list(tensor.shape), tensor.device.type] for name, tensor in live_tensors(policy, chunk).items()}
             for chunk in policy.chunks
@@ -41,7 +41,7 @@ def _rank(directory: Path, parallel: ParallelConfig, with_keys: bool) -> dict:
         if with_keys:
             result["keys"] = _checkpoint_keys(policy)
     if with_keys:
-        result["torch keys"] = _checkpoint_keys(models.build(directory, parallel, "float32"))
+        result["torch keys"] = _checkpoint_keys(models.build(directory, TrainerConfig(parallel=parallel), "float32"))
     return result
 
 

@@ -12,7 +12,7 @@ from te_models import WRITERS, rank_of, write
 from torch import Tensor
 
 from megatron_rl import conversion, models, platform
-from megatron_rl.config.trainer import MoEConfig, ParallelConfig
+from megatron_rl.config.trainer import MoEConfig, ParallelConfig, TrainerConfig
 
 LENGTHS = (30, 1, 17)
 
@@ -49,7 +49,7 @@ def _model(directory: Path) -> dict:
 
 
 def _build(directory: Path, recompute: str = "none"):
-    policy = models.build(directory, ParallelConfig(), "float32", recompute, moe=MoEConfig(train_router=True))
+    policy = models.build(directory, TrainerConfig(recompute=recompute, moe=MoEConfig(train_router=True)), "float32")
     conversion.load_hf(policy, directory)
     return policy
 

@@ -8,7 +8,7 @@ from te_models import rank_of, write
 
 from megatron_rl import models, platform
 from megatron_rl.config.precision import PrecisionConfig
-from megatron_rl.config.trainer import ParallelConfig
+from megatron_rl.config.trainer import ParallelConfig, TrainerConfig
 
 RECIPES = ("delayed", "current", "blockwise", "mxfp8", "nvfp4")
 
@@ -29,7 +29,7 @@ def main(args: list[str]) -> dict:
 
 
 def _build(directory: Path, precision: PrecisionConfig):
-    return models.build(directory, ParallelConfig(), "bfloat16", precision=precision)
+    return models.build(directory, TrainerConfig(), "bfloat16", precision)
 
 
 def _engine_accepts(gpu: str, recipe: str) -> bool:
