@@ -12,6 +12,7 @@ from rich.console import Console
 from megatron_rl.config.base import ConfigError
 from megatron_rl.config.hf_directory import read_json
 from megatron_rl.config.parity import ParityConfig
+from megatron_rl.config.trainer import ParallelConfig
 from megatron_rl.conversion import directory
 from megatron_rl.launch.commands import rank_environments, run_environment
 from megatron_rl.launch.ports import free_ports
@@ -65,9 +66,9 @@ def check(config: ParityConfig) -> HFConfig:
         problems = [problem]
     if problems:
         raise ConfigError(*problems)
-    first, *more = [*directory.problems(model, hf, family_of(hf)), ""]
-    if first:
-        raise ConfigError(f"model: {first}" + (f" (and {len(more) - 1} more problems)" if len(more) > 1 else ""))
+    if problems := list(directory.problems(model, hf, family_of(hf))):
+        more = f" (and {len(problems) - 1} more problems)" if len(problems) > 1 else ""
+        raise ConfigError(f"model: {problems[0]}{more}")
     return hf
 
 
@@ -95,7 +96,7 @@ def _module(name: str, settings: Path, folder: Path) -> list[str]:
 def _title(config: ParityConfig, hf: HFConfig) -> str:
     sizes = ", ".join(
         f"{name.replace('_', ' ')} {value}"
-        for name, value in config.model_dump(include=set(ParityConfig.__base__.model_fields)).items()
+        for name, value in config.model_dump(include=set(ParallelConfig.model_fields)).items()
         if name.endswith("_parallel") and value not in (None, 1)
     )
     ranks = f"{config.world_size} rank{'s' if config.world_size > 1 else ''}"

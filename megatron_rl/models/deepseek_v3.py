@@ -14,7 +14,7 @@ FAMILY = Family(
     entries={
         "+": mla.ATTENTION,
         "-": dense.MLP,
-        "E": (moe.NORM, moe.ROUTER, moe.ROUTER_BIAS, *moe.SHARED_EXPERTS, *moe.EXPERTS),
+        "E": moe.DEEPSEEK,
     },
     embedding=dense.EMBEDDING,
     head=dense.HEAD,

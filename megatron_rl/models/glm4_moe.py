@@ -37,7 +37,7 @@ FAMILY = Family(
     entries={
         "*": dense.ATTENTION + _QK_NORM,
         "-": dense.MLP,
-        "E": (moe.NORM, moe.ROUTER, moe.ROUTER_BIAS, *moe.SHARED_EXPERTS, *moe.EXPERTS),
+        "E": moe.DEEPSEEK,
     },
     embedding=dense.EMBEDDING,
     head=dense.HEAD,

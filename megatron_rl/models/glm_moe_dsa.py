@@ -119,7 +119,7 @@ FAMILY = Family(
     entries={
         "D": mla.ATTENTION + INDEXER,
         "-": dense.MLP,
-        "E": (moe.NORM, moe.ROUTER, moe.ROUTER_BIAS, *moe.SHARED_EXPERTS, *moe.EXPERTS),
+        "E": moe.DEEPSEEK,
     },
     embedding=dense.EMBEDDING,
     head=dense.HEAD,

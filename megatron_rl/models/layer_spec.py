@@ -38,7 +38,7 @@ class LanguageStack(HybridStack):
 
 
 def stack_spec(
-    config: TransformerConfig, layers: BackendSpecProvider, rotary_interleaved: bool = False, index_sources: tuple[int, ...] = ()
+    config: TransformerConfig, layers: BackendSpecProvider, rotary_interleaved: bool, index_sources: tuple[int, ...]
 ) -> ModuleSpec:
     """Spec of `LanguageStack` with the pattern symbols `*` (attention), `+` (latent attention), `D` (sparse latent attention), `-` (MLP)
     and `E` (experts). `rotary_interleaved` and `index_sources` as in Family."""

@@ -47,6 +47,8 @@ SHARED_EXPERTS = (
         when=lambda hf, _: bool(hf.get("n_shared_experts")),
     ),
 )
+DEEPSEEK = (NORM, ROUTER, ROUTER_BIAS, *SHARED_EXPERTS, *EXPERTS)
+"""Rows of a block with DeepSeek-V3's router."""
 
 _DEEPSEEK_FIXED = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
 """Fields that only some of these models' configs have: field -> the only value taken."""

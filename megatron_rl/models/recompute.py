@@ -16,6 +16,6 @@ def check_recompute(hf: HFConfig, modules: Sequence[str]) -> list[str]:
     problems = []
     for module in modules:
         if _ENTRIES[module] not in pattern or (module == "shared_experts" and not hf.get("n_shared_experts")):
-            latent = module == "core_attn" and "; its attention is latent and has no such part"
-            problems.append(f"trainer.recompute_modules: the model has no {module!r}{latent or ''}; leave it out")
+            why = "; its attention is latent and has no such part" if module == "core_attn" else ""
+            problems.append(f"trainer.recompute_modules: the model has no {module!r}{why}; leave it out")
     return problems

@@ -54,12 +54,11 @@ def check_supported(hf_config: HFConfig, parallel: ParallelConfig) -> list[str]:
     except ConfigError as error:
         return error.problems
     missing = [f"config.json: {field!r} is missing" for field in _REQUIRED if not hf_config.get(field)]
-    quantized = hf_config.get("quantization_config") and [
-        "config.json: quantization_config: only float32 and bfloat16 weights can be trained"
-    ]
     if missing:
         return missing
-    problems = [*(quantized or []), *family.check(hf_config), *rope.check(hf_config, family.rope_kinds)]
+    problems = [*family.check(hf_config), *rope.check(hf_config, family.rope_kinds)]
+    if hf_config.get("quantization_config"):
+        problems.insert(0, "config.json: quantization_config: only float32 and bfloat16 weights can be trained")
     layout = _check_layout(hf_config, parallel)
     # The number and sizes of experts are known once the family has nothing to say, and where the pipeline is cut once it fits.
     experts = [] if problems else _check_experts(family, hf_config, parallel)

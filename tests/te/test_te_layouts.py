@@ -71,7 +71,6 @@ def built(in_te, tmp_path_factory):
 @pytest.mark.parametrize("model", WRITERS)
 def test_every_rank_holds_the_tensors_of_the_table(built, model):
     folder, results = built
-    assert len(LAYOUTS) + len(EXPERT_LAYOUTS) > 20
     for layout in [layout for name, layout in CASES if name == model]:
         for rank, found in enumerate(results[f"{model} {json.dumps(layout)}"]):
             expected = expected_tensors(folder / model, ParallelConfig(**layout), rank)
