@@ -14,7 +14,7 @@ class ParityConfig(ParallelConfig):
     """HF directory: config.json and safetensors weights; a tokenizer is not needed."""
     packed: bool = False
     """Several ragged documents per micro-batch instead of one."""
-    tokens: int = Field(default=64, ge=4)
+    tokens: int = Field(default=64, ge=8)
     """Of a micro-batch, rounded up to what the layout divides; there are two per replica, or as many as pipeline stages."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of our side; transformers always computes in float32. bfloat16 needs bounds of your own (atol and rtol)."""

@@ -23,9 +23,10 @@ def config(**words):
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: "-".join(map(str, layout.values())))
 def test_documents_divide_over_context_ranks_and_micro_batches_over_tensor_ranks(layout, packed):
     tensor, context, data = layout.values()
-    for tokens in (4, 50, 64):
+    for tokens in (8, 50, 64):
         batches = micro_batches(config(**layout, packed=packed, tokens=tokens), 127)
         assert len(batches) == 2 * data
+        assert predictions(batches) > 0  # the loss is a mean over them
         for documents in batches:
             assert all(len(document) % (2 * context if context > 1 else 1) == 0 and len(document) for document in documents)
             assert sum(map(len, documents)) % (context * tensor) == 0
