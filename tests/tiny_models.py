@@ -129,6 +129,19 @@ def write_glm_moe_dsa(path: Path, **sizes: object) -> PreTrainedModel:
     return _write(GlmMoeDsaForCausalLM(GlmMoeDsaConfig(**{**_SIZES, **_LATENT, **experts, **indexer, **sizes})), path)
 
 
+FAMILIES = {
+    "llama": write_llama,
+    "qwen3": lambda path: write_qwen3(path, tied=False),
+    "qwen3_moe": write_qwen3_moe,
+    "glm4_moe": write_glm4_moe,
+    "deepseek_v3": write_deepseek_v3,
+    "glm_moe_dsa": write_glm_moe_dsa,
+}
+"""Family -> what writes a tiny model of it; a new family is one more row."""
+VARIANTS = {"qwen3_tied": lambda path: write_qwen3(path, tied=True), "deepseek_v3_yarn": write_deepseek_v3_yarn}
+MOE = ("qwen3_moe", "glm4_moe", "deepseek_v3", "glm_moe_dsa")
+
+
 def _write(model: PreTrainedModel, path: Path) -> PreTrainedModel:
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():

@@ -13,7 +13,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
 
@@ -31,14 +31,6 @@ from megatron_rl.config.precision import PrecisionConfig  # noqa: E402
 from megatron_rl.config.trainer import OptimConfig, ParallelConfig, SchedulerConfig, TrainerConfig  # noqa: E402
 from megatron_rl.platform import devices, stack  # noqa: E402
 
-FAMILIES: dict[str, Callable[[Path], torch.nn.Module]] = {
-    "llama": tiny_models.write_llama,
-    "qwen3": lambda path: tiny_models.write_qwen3(path, tied=False),
-    "qwen3_moe": tiny_models.write_qwen3_moe,
-    "glm4_moe": tiny_models.write_glm4_moe,
-    "deepseek_v3": tiny_models.write_deepseek_v3,
-    "glm_moe_dsa": tiny_models.write_glm_moe_dsa,
-}
 RECIPES = ("none", "delayed", "current", "blockwise", "mxfp8", "nvfp4")
 DOCUMENTS = (48, 16, 64)
 SMALL = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 12, "num_attention_heads": 16, "num_key_value_heads": 4}
@@ -86,7 +78,7 @@ def backends() -> list[str]:
 def parity(folder: Path) -> list[tuple[str, ...]]:
     """Rows: family, layers, largest difference of a log-prob from HF's, relative difference of the gradient from the torch layers'."""
     rows = []
-    for family, write in FAMILIES.items():
+    for family, write in tiny_models.FAMILIES.items():
         hf = write(folder / family).to(platform.device())
         tokens = torch.randint(0, hf.config.vocab_size, (sum(DOCUMENTS),), generator=torch.Generator().manual_seed(0)).to(platform.device())
         with torch.no_grad():

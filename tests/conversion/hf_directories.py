@@ -10,18 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-FAMILIES = {
-    "llama": tiny_models.write_llama,
-    "qwen3": lambda path: tiny_models.write_qwen3(path, tied=False),
-    "qwen3_tied": lambda path: tiny_models.write_qwen3(path, tied=True),
-    "qwen3_moe": tiny_models.write_qwen3_moe,
-    "glm4_moe": tiny_models.write_glm4_moe,
-    "deepseek_v3": tiny_models.write_deepseek_v3,
-    "deepseek_v3_yarn": tiny_models.write_deepseek_v3_yarn,
-    "glm_moe_dsa": tiny_models.write_glm_moe_dsa,
-}
-"""A new family is one more row."""
-MOE = ("qwen3_moe", "glm4_moe", "deepseek_v3", "glm_moe_dsa")
+FAMILIES = tiny_models.FAMILIES | tiny_models.VARIANTS
 INDEX = "model.safetensors.index.json"
 
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 import xxhash
-from hf_directories import FAMILIES, MOE, assert_same, in_shards, tensors_of, variant
+from hf_directories import FAMILIES, assert_same, in_shards, tensors_of, variant
 from rich.console import Console
-from tiny_models import write_glm4_moe, write_qwen3
+from tiny_models import MOE, write_glm4_moe, write_qwen3
 
 from megatron_rl.config.trainer import ParallelConfig
 from megatron_rl.conversion.dist_reader import DistReader

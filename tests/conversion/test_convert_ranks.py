@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from hf_directories import FAMILIES, MOE, assert_same, tensors_of
+from hf_directories import FAMILIES, assert_same, tensors_of
 from ranks import run_ranks
 from safetensors.torch import load_file
 from test_convert import QUIET, to_hf, to_megatron
-from tiny_models import write_qwen3, write_qwen3_moe
+from tiny_models import MOE, write_qwen3, write_qwen3_moe
 
 from megatron_rl.config.trainer import ParallelConfig
 from megatron_rl.conversion.dist_reader import DistReader

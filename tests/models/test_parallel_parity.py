@@ -9,16 +9,10 @@ import torch
 from oracle import LENGTHS, reference, write_micro_batches
 from ranks import run_ranks
 from safetensors.torch import load_file
-from tiny_models import (
-    write_deepseek_v3,
-    write_deepseek_v3_yarn,
-    write_glm4_moe,
-    write_glm_moe_dsa,
-    write_llama,
-    write_qwen3,
-    write_qwen3_moe,
-)
+from tiny_models import FAMILIES, VARIANTS, write_qwen3
 from transformers import AutoModelForCausalLM
+
+from megatron_rl.models import registry
 
 pytestmark = [pytest.mark.ranks, pytest.mark.parity]
 
@@ -95,18 +89,16 @@ CASES = [(ranks, case) for ranks, cases in LAUNCHES.items() for case in cases]
 each_case = pytest.mark.parametrize(("ranks", "case"), CASES, ids=[case["name"] for _, case in CASES])
 
 
+def test_every_family_is_compared():
+    assert {family.name for family in registry.FAMILIES} == FAMILIES.keys() <= {case["model"] for _, case in CASES}
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("parity")
-    write_qwen3(path / "qwen3", tied=False)
-    write_qwen3(path / "qwen3_tied", tied=True)
+    for name, write in (FAMILIES | VARIANTS).items():
+        write(path / name)
     write_qwen3(path / "qwen3_5", tied=False, num_hidden_layers=5)
-    write_llama(path / "llama")
-    write_qwen3_moe(path / "qwen3_moe")
-    write_glm4_moe(path / "glm4_moe")
-    write_deepseek_v3(path / "deepseek_v3")
-    write_glm_moe_dsa(path / "glm_moe_dsa")
-    write_deepseek_v3_yarn(path / "deepseek_v3_yarn")
     return path
 
 

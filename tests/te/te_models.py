@@ -12,17 +12,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_rl.config.trainer import ParallelConfig
 
-WRITERS = {
-    "llama": tiny_models.write_llama,
-    "qwen3": lambda path: tiny_models.write_qwen3(path, tied=False),
-    "qwen3 tied": lambda path: tiny_models.write_qwen3(path, tied=True),
-    "qwen3_moe": tiny_models.write_qwen3_moe,
-    "glm4_moe": tiny_models.write_glm4_moe,
-    "deepseek_v3": tiny_models.write_deepseek_v3,
-    "glm_moe_dsa": tiny_models.write_glm_moe_dsa,
-}
-"""A new family is one more row."""
-MOE = ("qwen3_moe", "glm4_moe", "deepseek_v3", "glm_moe_dsa")
+WRITERS = tiny_models.FAMILIES | {"qwen3_tied": tiny_models.VARIANTS["qwen3_tied"]}
 
 
 def write(folder: Path) -> dict[str, Path]:
