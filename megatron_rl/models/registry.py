@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 from megatron_rl.config.base import ConfigError
+from megatron_rl.config.hf_directory import read_json
 from megatron_rl.config.trainer import ParallelConfig
 from megatron_rl.models import deepseek_v3, glm4_moe, glm_moe_dsa, llama, moe, qwen3, qwen3_moe, rope
 from megatron_rl.models.family import Family, HFConfig, key_value_heads, padded_vocab
@@ -17,15 +18,12 @@ def read_hf_config(hf_dir: str | Path) -> HFConfig:
     """config.json of an HF directory.
 
     Raises:
-        ConfigError: it is not there or not JSON.
+        ConfigError: it is not there, or no JSON object.
     """
-    path = Path(hf_dir) / "config.json"
     try:
-        return json.loads(path.read_text())
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}; model.path must be a Hugging Face model directory") from None
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"{path}: not JSON: {error}") from None
+        return read_json(Path(hf_dir) / "config.json")
+    except ValueError as error:
+        raise ConfigError(f"{error}; give a Hugging Face model directory") from None
 
 
 def presets() -> dict[str, HFConfig]:

@@ -102,8 +102,11 @@ def test_checking_does_not_import_torch():
 
 
 def test_unreadable_config_json_is_one_line(tmp_path: Path):
-    with pytest.raises(ConfigError, match=r"config\.json: No such file"):
+    with pytest.raises(ConfigError, match=r"config\.json cannot be read: No such file"):
         read_hf_config(tmp_path)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ConfigError, match="not JSON"):
+        read_hf_config(tmp_path)
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(ConfigError, match="holds no JSON object; give a Hugging Face model directory"):
         read_hf_config(tmp_path)
