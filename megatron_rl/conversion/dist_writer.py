@@ -88,7 +88,7 @@ class DistWriter:
         """Megatron's list of checksums over all that lies beside .metadata."""
         files = {
             Path(file).name: checksum
-            for file, checksum in self.partial.checksums().items()
+            for file, checksum in self.partial.checksums(besides=self._path("integrity.json")).items()
             if str(Path(file).parent) == (self.folder or ".")
         }
         self.partial.write_text(self._path("integrity.json"), json.dumps({"algorithm": "sha256", "files": files}, indent=2))

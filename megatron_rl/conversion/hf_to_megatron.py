@@ -65,7 +65,7 @@ def hf_to_megatron(
         shapes = {row.key: row.shape for row in model.rows}
         dtypes = {row.key: model.dtype(row) for row in model.rows}
         writer.finish((chunk for chunks in files.values() for chunk in chunks), shapes, dtypes, [COMMON_STATE])
-        partial.write_text(MARKER, write_marker(model.family.name, model.tied_head, partial.checksums()))
+        partial.write_text(MARKER, write_marker(model.family.name, model.tied_head, partial.checksums(besides=MARKER)))
     if check:
         copy = MegatronModel(partial.path, None)
         verify(model, passthrough, copy, copy.passthrough, total, console)

@@ -74,10 +74,11 @@ class Partial:
         self._wait()
         self._pending = self._finisher.submit(self._finish, file, self._open.pop(file), note)
 
-    def checksums(self) -> dict[str, str]:
-        """Of the finished files, once all are on the disk."""
+    def checksums(self, besides: str) -> dict[str, str]:
+        """Of the finished files `besides` the one that lists them (a kill after it was written leaves it among them), once all are on the
+        disk."""
         self._wait()
-        return {file: entry[self.checksum] for file, entry in self.finished.items()}
+        return {file: entry[self.checksum] for file, entry in self.finished.items() if file != besides}
 
     def complete(self) -> None:
         """Everything is written: let the destination appear."""

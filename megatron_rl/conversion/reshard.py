@@ -71,7 +71,7 @@ def reshard(
             if model.is_training:
                 writer.sign()
             else:
-                partial.write_text(MARKER, write_marker(model.family.name, model.tied_head, partial.checksums()))
+                partial.write_text(MARKER, write_marker(model.family.name, model.tied_head, partial.checksums(besides=MARKER)))
     if check:
         _verify(reader, DistReader(partial.path / folder), files, total, console)
     partial.complete()

@@ -16,6 +16,7 @@ from tiny_models import write_qwen3_moe
 from megatron_rl.config.base import ConfigError
 from megatron_rl.config.trainer import ParallelConfig
 from megatron_rl.conversion.hf_to_megatron import hf_to_megatron
+from megatron_rl.conversion.partial import Partial
 
 FILE_BYTES = 40_000
 PROGRAMS = {
@@ -86,3 +87,20 @@ def test_resume_without_anything_begun_just_converts(sources, tmp_path):
         tensors_of(to_hf(tmp_path / "out", tmp_path / "back"))["model.norm.weight"],
         tensors_of(sources["hf-to-megatron"])["model.norm.weight"],
     )
+
+
+@pytest.mark.parametrize("direction", ["hf-to-megatron", "reshard"])
+def test_a_conversion_killed_at_its_very_end_lists_no_checksum_of_the_list_itself(direction, sources, tmp_path, monkeypatch):
+    """The list is among the finished files then; it is written anew, so a checksum of the old one would call the directory damaged."""
+    convert = {"hf-to-megatron": to_megatron, "reshard": to_layout}[direction]
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Partial, "complete", _interrupted)
+        convert(sources[direction], tmp_path / "out", ParallelConfig())
+    out = convert(sources[direction], tmp_path / "out", ParallelConfig(), resume=True)
+    assert "megatron_rl.json" not in json.loads((out / "megatron_rl.json").read_text())["xxh3"]
+    back = to_hf(out, tmp_path / "back", check=True)  # sums up all that is listed
+    assert_same(tensors_of(back), tensors_of(sources["hf-to-megatron"]))
+
+
+def _interrupted(partial: Partial) -> None:
+    raise KeyboardInterrupt
