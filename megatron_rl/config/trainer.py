@@ -122,6 +122,12 @@ class OptimConfig(Table):
     clip_grad: float = Field(default=1.0, ge=0)
     """Largest global gradient norm; 0 turns clipping off (the norm is still reported)."""
 
+    @model_validator(mode="after")
+    def _betas_decay(self) -> "OptimConfig":
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"betas = {list(self.betas)}: each must be at least 0 and less than 1")
+        return self
+
 
 class SchedulerConfig(Table):
     """[trainer.scheduler] Learning rate over steps: linear warm-up, then constant, or decay to lr * min_ratio at the last step."""

@@ -11,6 +11,13 @@ def _block(hf: HFConfig, layer: int) -> str:
     return "*E" if sparse else "*-"
 
 
+def _check(hf: HFConfig) -> list[str]:
+    problems = [*dense.check(hf), *moe.check(hf)]
+    if hf.get("norm_topk_prob") and hf.get("num_experts_per_tok") == 1:
+        problems.append("config.json: num_experts_per_tok = 1 with norm_topk_prob is not supported: the router's weight would always be 1")
+    return problems
+
+
 def _transformer(hf: HFConfig) -> dict[str, Any]:
     # Softmax over the chosen experts' scores is the softmax over all, normalised; without norm_topk_prob it comes before the choice.
     return {
@@ -25,7 +32,7 @@ def _transformer(hf: HFConfig) -> dict[str, Any]:
 FAMILY = Family(
     name="qwen3_moe",
     architectures=("Qwen3MoeForCausalLM",),
-    check=lambda hf: [*dense.check(hf), *moe.check(hf)],
+    check=_check,
     transformer=_transformer,
     dimensions=lambda hf: {**dense.dimensions(hf), **moe.dimensions(hf)},
     block=_block,

@@ -120,7 +120,7 @@ def rope(hf: HFConfig) -> Rope:
 
 
 def _parameters(hf: HFConfig) -> HFConfig:
-    return hf.get("rope_parameters") or hf.get("rope_scaling") or {}
+    return hf.get("rope_scaling") or hf.get("rope_parameters") or {}
 
 
 def _kind(parameters: HFConfig) -> str:

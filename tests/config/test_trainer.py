@@ -16,6 +16,7 @@ TRAINED = {"train_router": True, "aux_loss_coefficient": 0.1}
         ({"recompute": "full", "recompute_modules": ["mlp"]}, "recompute_modules says nothing with recompute = 'full'"),
         ({"recompute": "selective", "recompute_modules": ["moe", "shared_experts"]}, "'moe' recomputes the shared experts too"),
         ({"recompute": "selective", "recompute_modules": ["moe"], "moe": TRAINED}, "'moe' with moe.aux_loss_coefficient is not supported"),
+        ({"optim": {"betas": [0.9, 1.0]}}, "betas = [0.9, 1.0]: each must be at least 0 and less than 1"),
         ({"moe": {"aux_loss_coefficient": 0.1}}, "aux_loss_coefficient = 0.1 trains routers that are frozen; set train_router = true"),
     ],
 )

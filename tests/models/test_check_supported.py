@@ -88,6 +88,12 @@ def test_what_we_would_compute_differently_is_refused(changes, expected):
     assert expected in _problem(changes)
 
 
+def test_a_single_normalised_expert_is_refused_before_megatron_does():
+    moe = {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 8, "num_experts_per_tok": 1, "moe_intermediate_size": 40}
+    assert check_supported(QWEN3 | moe, ParallelConfig()) == []
+    assert "num_experts_per_tok = 1 with norm_topk_prob" in _problem(moe | {"norm_topk_prob": True})
+
+
 def test_several_problems_are_several_lines():
     assert len(check_supported(QWEN3 | {"attention_bias": True}, ParallelConfig(tensor_parallel=4, pipeline_parallel=3))) == 3
 

@@ -58,3 +58,9 @@ def test_both_spellings_mean_the_same():
     assert rope({"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}) == rope({"rope_theta": 1e6, "rope_scaling": None})
     plain = {"rope_type": "default", "rope_theta": 1e6}
     assert torch.equal(rope({"rope_theta": 1e6}).inverse_frequencies(64), _transformers_frequencies(plain, 64))
+
+
+def test_of_both_spellings_the_one_that_transformers_takes_counts():
+    both = {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}, "rope_scaling": LLAMA3_ROPE | {"rope_theta": 1e4}}
+    taken = LlamaConfig(**both).rope_parameters
+    assert taken["rope_type"] == "llama3" and rope(both) == rope({"rope_parameters": taken})
