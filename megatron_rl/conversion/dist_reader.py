@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex, TensorStorageMetadata
 
 from megatron_rl.config.base import ConfigError
@@ -93,7 +94,7 @@ class DistReader:
         with (self.directory / info.relative_path).open("rb") as file:
             return os.pread(file.fileno(), info.length, info.offset)
 
-    def _info(self, index: MetadataIndex) -> object:
+    def _info(self, index: MetadataIndex) -> _StorageInfo:
         try:
             return self._storage[index]
         except KeyError:

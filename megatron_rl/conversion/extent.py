@@ -87,8 +87,8 @@ def in_archive(path: Path, offset: int, length: int, shape: tuple[int, ...], dty
 def _records(file: io.RawIOBase | io.BytesIO) -> dict[str, tuple[int, int]]:
     """Start and length of every record of an archive, without the name of its folder."""
     records = {}
-    with zipfile.ZipFile(file) as archive:
-        for info in archive.infolist():
+    with zipfile.ZipFile(file) as opened:
+        for info in opened.infolist():
             if info.compress_type != zipfile.ZIP_STORED:
                 raise zipfile.BadZipFile(info.filename)
             file.seek(info.header_offset + 26)

@@ -3,7 +3,6 @@
 import json
 import os
 import struct
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -105,6 +104,13 @@ def read_header(file: Path) -> tuple[dict[str, dict], int]:
     return entries, 8 + length
 
 
+def header_bytes(entries: dict[str, dict]) -> bytes:
+    """What a safetensors file of these entries begins with; their data follows."""
+    text = json.dumps({"__metadata__": {"format": "pt"}, **entries}, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text
+
+
 class BinaryFile(Protocol):
     """What a shard is written to."""
 
@@ -124,21 +130,6 @@ class TensorSpec:
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
-def plan_shards(stages: Iterable[Iterable[TensorSpec]], max_bytes: int) -> list[list[list[TensorSpec]]]:
-    """Cut each stage's tensors into shards of at most `max_bytes` (or one tensor): stage -> shard -> tensors, order kept."""
-    plan = []
-    for tensors in stages:
-        shards, room = [], 0
-        for tensor in tensors:
-            if not shards or tensor.nbytes > room:
-                shards.append([])
-                room = max_bytes
-            shards[-1].append(tensor)
-            room -= tensor.nbytes
-        plan.append(shards)
-    return plan
-
-
 class ShardWriter:
     """One safetensors file, written tensor by tensor in the announced order; only one tensor is in memory at a time."""
 
@@ -146,17 +137,15 @@ class ShardWriter:
         """`file`: already open, and then left open."""
         self.path = path
         self._expected = list(reversed(tensors))
-        header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+        entries: dict[str, dict] = {}
         offset = 0
         for tensor in tensors:
             span = [offset, offset + tensor.nbytes]
-            header[tensor.name] = {"dtype": _STORED[tensor.dtype], "shape": list(tensor.shape), "data_offsets": span}
+            entries[tensor.name] = {"dtype": _STORED[tensor.dtype], "shape": list(tensor.shape), "data_offsets": span}
             offset += tensor.nbytes
-        text = json.dumps(header, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)
         self._close = file is None
         self._file = file or path.open("wb")
-        self._file.write(struct.pack("<Q", len(text)) + text)
+        self._file.write(header_bytes(entries))
 
     def write(self, name: str, tensor: Tensor | Extent) -> None:
         """The next tensor."""

@@ -76,7 +76,7 @@ class HFModel:
         return [Portion(self.directory / file, tuple(names)) for file, names in sorted(by_file.items())]
 
     def _check_index(self) -> None:
-        listed = {(name, file) for name, file in self.reader.files.items()}
+        listed = set(self.reader.files.items())
         held = {(name, file) for file in set(self.reader.files.values()) for name in self.reader.names(file)}
         for name, file in sorted(listed - held):
             raise ConfigError(f"{self.directory / file}: tensor {name} is missing, though {INDEX} lists it")

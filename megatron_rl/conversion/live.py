@@ -14,9 +14,10 @@ from torch import Tensor
 from megatron_rl import platform
 from megatron_rl.config.base import ConfigError
 from megatron_rl.config.hf_directory import INDEX
+from megatron_rl.conversion.checkpoint_layout import cut
 from megatron_rl.conversion.companions import copy_companions, write_config
 from megatron_rl.conversion.directory import unexpected
-from megatron_rl.conversion.hf_io import CheckpointReader, ShardWriter, TensorSpec, plan_shards
+from megatron_rl.conversion.hf_io import CheckpointReader, ShardWriter, TensorSpec
 from megatron_rl.conversion.layout import Shards
 from megatron_rl.models.family import EMBEDDING_WEIGHT, OUTPUT_WEIGHT, TensorRule, tied
 from megatron_rl.models.language_model import LanguageModel
@@ -90,7 +91,7 @@ def save_hf(policy: Policy, out_dir: str | Path, source_dir: str | Path) -> None
         copy_companions(source_dir, partial)
         write_config(partial, {**policy.hf_config, **policy.family.engine_config}, policy.dtype)
     dist.barrier()
-    plan = plan_shards(_stage_specs(policy), _SHARD_BYTES)
+    plan = [cut(specs, lambda spec: spec.nbytes, _SHARD_BYTES) for specs in _stage_specs(policy)]
     total = sum(len(shards) for shards in plan)
     stage = parallel_state.get_pipeline_model_parallel_rank()
     before = sum(len(shards) for shards in plan[:stage])

@@ -1,14 +1,12 @@
 """Tensors that the trainer does not use (multi-token prediction, stored rotary frequencies): copied from file to file as bytes, whatever
 their types."""
 
-import json
-import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_rl.conversion.extent import copy_bytes
-from megatron_rl.conversion.hf_io import read_header
+from megatron_rl.conversion.hf_io import header_bytes, read_header
 from megatron_rl.conversion.partial import HashedFile
 
 FOLDER = "passthrough"
@@ -30,15 +28,13 @@ class Portion:
     def copy(self, target: HashedFile, advance: Callable[[int], None]) -> None:
         """Write them to a file of their own."""
         entries, data = read_header(self.file)
-        header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+        copied: dict[str, dict] = {}
         offset = 0
         for name in self.names:
             start, end = entries[name]["data_offsets"]
-            header[name] = {**entries[name], "data_offsets": [offset, offset + end - start]}
+            copied[name] = {**entries[name], "data_offsets": [offset, offset + end - start]}
             offset += end - start
-        text = json.dumps(header, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)
-        target.write(struct.pack("<Q", len(text)) + text)
+        target.write(header_bytes(copied))
         for name in self.names:
             start, end = entries[name]["data_offsets"]
             copy_bytes(self.file, data + start, end - start, target.write)

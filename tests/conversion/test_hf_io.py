@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megatron_rl.config.base import ConfigError
-from megatron_rl.conversion.hf_io import INDEX, CheckpointReader, ShardWriter, TensorSpec, plan_shards
+from megatron_rl.conversion.hf_io import INDEX, CheckpointReader, ShardWriter, TensorSpec
 
 A, B = torch.arange(12.0).reshape(3, 4), torch.arange(5.0).bfloat16()
 SPECS = [TensorSpec("a", (3, 4), torch.float32), TensorSpec("b", (5,), torch.bfloat16)]
@@ -73,11 +73,3 @@ def test_directory_without_safetensors_is_refused(tmp_path):
     assert "no model.safetensors" in _error(lambda: CheckpointReader(tmp_path))
     (tmp_path / INDEX).write_text("{}")
     assert "no weight_map" in _error(lambda: CheckpointReader(tmp_path))
-
-
-def test_shards_respect_the_limit_and_never_mix_stages():
-    # Bytes 4, 4, 8 | 40, 4 and a limit of 12: the third would make 16; 40 is over the limit and stands alone.
-    sizes = {"a": 1, "b": 1, "c": 2, "d": 10, "e": 1}
-    specs = {name: TensorSpec(name, (size,), torch.float32) for name, size in sizes.items()}
-    plan = plan_shards([[specs[n] for n in "abc"], [specs[n] for n in "de"]], max_bytes=12)
-    assert [[[tensor.name for tensor in shard] for shard in stage] for stage in plan] == [[["a", "b"], ["c"]], [["d"], ["e"]]]
