@@ -45,7 +45,8 @@ class ByteProgress:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._bar.stop()
+        if self.console.is_terminal:
+            self._bar.stop()
         if kind is None:
             resumed = f", {self.skipped / 1e9:.2f} GB of it done before" if self.skipped else ""
             self.say(f"{self.title}: {self.done / 1e9:.2f} GB in {time.monotonic() - self._started:.1f} s ({self._rate()}){resumed}")

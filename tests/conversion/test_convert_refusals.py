@@ -205,6 +205,7 @@ def test_the_command_says_it_in_one_line_and_exits_with_2(hf, tmp_path, capsys):
     assert capsys.readouterr().err == f"error: {bad}: tensor {QUERY} is missing\n"
     assert main(["convert", "hf-to-megatron", str(hf), str(tmp_path / "out"), "--verify", "--tensor-parallel", "2"]) == 0
     assert main(["convert", "megatron-to-hf", str(tmp_path / "out"), str(tmp_path / "back")]) == 0
+    assert "" not in capsys.readouterr().out.splitlines()
     assert tensors_of(tmp_path / "back").keys() == tensors_of(hf).keys()
 
 
