@@ -53,6 +53,8 @@ def weight_files(directory: Path) -> list[str]:
         if not isinstance(files_of, dict) or not all(isinstance(name, str) for name in files_of.values()):
             raise ValueError(f"{directory / INDEX} has no weight_map of tensors to files")
         files = sorted(set(files_of.values()))
+        if nested := [name for name in files if Path(name).name != name]:
+            raise ValueError(f"{directory / INDEX} names {nested[0]!r}, which is no plain file name; put the files beside the index")
         if missing := [name for name in files if not (directory / name).is_file()]:
             raise ValueError(f"{directory} lacks {', '.join(missing)}, which {INDEX} names")
     else:
