@@ -197,15 +197,25 @@ def _doctor(config: None, options: argparse.Namespace, words: list[str]) -> None
     doctor.main(Console())
 
 
-LAYOUT = tuple(
-    Option(f"--{name.replace('_', '-')}", "N", doc, type=int)
-    for name, doc in (
-        ("tensor_parallel", "cut tensors for N tensor ranks (default: 1). A layout only decides which bytes lie together"),
-        ("pipeline_parallel", "files of N pipeline stages"),
-        ("virtual_pipeline_parallel", "with N layer chunks each"),
-        ("expert_parallel", "files of N expert ranks"),
-        ("expert_tensor_parallel", "cut experts for N ranks (default: as tensor_parallel)"),
-    )
+def _numbers(word: str) -> tuple[int, ...]:
+    try:
+        return tuple(map(int, word.split(",")))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{word!r} is no list of whole numbers such as 17,13") from None
+
+
+LAYOUT = (
+    *(
+        Option(f"--{name.replace('_', '-')}", "N", doc, type=int)
+        for name, doc in (
+            ("tensor_parallel", "cut tensors for N tensor ranks (default: 1). A layout only decides which bytes lie together"),
+            ("pipeline_parallel", "files of N pipeline stages"),
+            ("virtual_pipeline_parallel", "with N layer chunks each"),
+            ("expert_parallel", "files of N expert ranks"),
+            ("expert_tensor_parallel", "cut experts for N ranks (default: as tensor_parallel)"),
+        )
+    ),
+    Option("--pipeline-layers", "N,N,...", "layers of every chunk, where they are not to be alike", type=_numbers),
 )
 BATCHES = Option("--batches", "ADDRESS", "where batches are served: tcp://HOST:PORT, or a directory")
 RECIPES = ("fp8", "fp8_blockwise", "nvfp4", "mxfp8")

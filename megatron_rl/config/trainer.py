@@ -3,7 +3,7 @@
 import bisect
 import itertools
 import math
-from typing import Annotated, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
 from pydantic import Field, model_validator
 
@@ -19,7 +19,7 @@ class ParallelConfig(Table):
     """Stages of consecutive layers."""
     virtual_pipeline_parallel: int = Field(default=1, ge=1)
     """Layer chunks of each stage (interleaved schedule, smaller bubble)."""
-    pipeline_layers: tuple[Annotated[int, Field(ge=1)], ...] | None = None
+    pipeline_layers: tuple[int, ...] | None = None
     """Layers of every chunk, in the model's order, where they are not to be alike ([31, 30]); chunk c belongs to stage c % stages."""
     context_parallel: int = Field(default=1, ge=1)
     """Ranks that share the tokens of every document, load-balanced for causal attention."""

@@ -1,6 +1,7 @@
 """`megatron-rl convert`: which conversion, with which options."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -17,7 +18,7 @@ def main(
     direction: str,
     source: Path,
     destination: Path,
-    layout: dict[str, int],
+    layout: dict[str, Any],
     hf_dir: Path | None,
     quantize: RecipeName | None,
     resume: bool,
@@ -25,7 +26,7 @@ def main(
     console: Console,
 ) -> None:
     """Raises ConfigError for every mistake of the user; `layout` has the fields of ParallelConfig that were given."""
-    if wrong := [name for name, size in layout.items() if size < 1]:
+    if wrong := [name for name, size in layout.items() if name != "pipeline_layers" and size < 1]:
         raise ConfigError(f"--{wrong[0].replace('_', '-')} = {layout[wrong[0]]}: must be 1 or more")
     if quantize and direction != "megatron-to-hf":
         raise ConfigError(f"--quantize: {direction} keeps every bit; leave it out")

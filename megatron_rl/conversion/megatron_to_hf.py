@@ -32,7 +32,7 @@ def megatron_to_hf(
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
     """Write `destination`: safetensors shards with an index, config, tokenizer. Optimizer state and vocabulary padding stay behind. With
-    `check`, sum up the source's files first, and read the destination again and compare before it appears. `hf_dir` as in MegatronModel.
+    `check`, read the destination again and compare before it appears. `hf_dir` as in MegatronModel.
     With `quantize`, the weights of linears are as module quantize says, and are compared within the precision of their format.
 
     Raises:
@@ -41,8 +41,7 @@ def megatron_to_hf(
     check_paths(source, destination)
     model = MegatronModel(source, hf_dir)
     exported = Quantized(model, quantize) if quantize else model
-    if check:
-        model.check_integrity()
+    model.check_integrity()
     shards = cut(model.rows, lambda row: _nbytes(exported, row), shard_bytes)
     count = len(shards) + len(model.passthrough)
     names = [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]

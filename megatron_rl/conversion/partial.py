@@ -40,14 +40,17 @@ class Partial:
         self._pending: Future[None] | None = None
         self.finished: dict[str, dict[str, Any]] = {}
         """By file name: {"bytes", checksum, "note"} of every file that is whole and on the disk."""
-        if destination.exists():
+        if os.path.lexists(destination):
             raise ConfigError(f"{destination} exists; delete it, or give another destination")
         if self.path.exists():
             if not resume:
                 raise ConfigError(f"{self.path} is left of a conversion that was cut short; continue it with --resume, or delete it")
             self._read_journal()
         else:
-            self.path.mkdir(parents=True)
+            try:
+                self.path.mkdir(parents=True)
+            except OSError as error:
+                raise ConfigError(f"{self.path}: {error.strerror}; give a destination that can be written") from None
             self._append({"identity": identity})
 
     @contextmanager

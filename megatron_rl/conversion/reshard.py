@@ -43,8 +43,7 @@ def reshard(
     """
     check_paths(source, destination)
     model = MegatronModel(source, hf_dir, layout)
-    if check:
-        model.check_integrity()
+    model.check_integrity()
     reader, folder = model.reader, str(model.directory.relative_to(source))
     places = _chunks(model, layout)
     files = {

@@ -93,7 +93,7 @@ def transformer(hf: HFConfig) -> dict[str, Any]:
         "num_attention_heads": hf["num_attention_heads"],
         "num_query_groups": key_value_heads(hf),
         "kv_channels": head_dim(hf),
-        "layernorm_epsilon": hf.get("rms_norm_eps", 1e-6),
+        "layernorm_epsilon": hf["rms_norm_eps"],
         "init_method_std": hf.get("initializer_range", 0.02),
         "normalization": "RMSNorm",
         "gated_linear_unit": True,

@@ -70,9 +70,14 @@ def _check_layout(hf: HFConfig, parallel: ParallelConfig) -> list[str]:
     sources = index_sources(hf)
     if shared := [cut for cut in parallel.chunk_bounds(len(sources))[1:-1] if sources[cut] != cut]:
         own = [layer for layer, source in enumerate(sources) if layer and source == layer]
+        remedy = (
+            f"say in pipeline_layers how many layers each chunk has, such that each begins with one of layers {own}"
+            if len(own) >= parallel.chunks - 1
+            else f"only layers {own} can begin one: lower pipeline_parallel x virtual_pipeline_parallel to {len(own) + 1} or less"
+        )
         problems.append(
             f"[trainer.parallel] {parallel.chunks} pipeline chunks cut before layers {shared}, which share the keys that an earlier layer "
-            f"chose; say in pipeline_layers how many layers each chunk has, such that each begins with one of layers {own}"
+            f"chose; {remedy}"
         )
     return problems
 

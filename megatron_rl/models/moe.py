@@ -74,13 +74,13 @@ def transformer(hf: HFConfig) -> dict[str, Any]:
 def deepseek_transformer(hf: HFConfig) -> dict[str, Any]:
     """Fields of DeepSeek-V3's router (GLM has the same): sigmoid scores, chosen by score + bias (kept as loaded), weighted by the
     normalised score times a factor; shared experts beside (arXiv:2412.19437, section 2.1.2)."""
-    groups = hf.get("n_group") or 1
+    groups = hf["n_group"]
     return {
         **transformer(hf),
         "moe_router_score_function": "sigmoid",
         "moe_router_enable_expert_bias": True,
         "moe_router_bias_update_rate": 0.0,
-        "moe_router_topk_scaling_factor": hf.get("routed_scaling_factor", 1.0),
+        "moe_router_topk_scaling_factor": hf["routed_scaling_factor"],
         "moe_router_num_groups": groups if groups > 1 else None,
         "moe_router_group_topk": hf["topk_group"] if groups > 1 else None,
         "moe_shared_expert_intermediate_size": shared_inner(hf) or None,
@@ -115,7 +115,9 @@ def check(hf: HFConfig) -> list[str]:
 
 def check_deepseek(hf: HFConfig) -> list[str]:
     """Settings of DeepSeek-V3's router that Megatron's computes otherwise, one line each."""
-    problems = [*check(hf), *dense.check_fixed(hf, _DEEPSEEK_FIXED)]
+    # transformers' own defaults of these differ from family to family, and no weight shows them.
+    silent = [field for field in ("routed_scaling_factor", "n_group", "topk_group") if hf.get(field) is None]
+    problems = [*check(hf), *(f"config.json: {field!r} is missing" for field in silent), *dense.check_fixed(hf, _DEEPSEEK_FIXED)]
     if problems:
         return problems
     if not hf.get("norm_topk_prob", True):
@@ -124,7 +126,7 @@ def check_deepseek(hf: HFConfig) -> list[str]:
         problems.append(
             "config.json: num_experts_per_tok = 1 is not supported with a sigmoid router, whose weights would not be normalised"
         )
-    groups, chosen = hf.get("n_group") or 1, hf.get("topk_group") or 1
+    groups, chosen = hf["n_group"], hf["topk_group"]
     # HF scores a group by its two best experts, Megatron by its num_experts_per_tok / topk_group best.
     if groups > 1 and hf["num_experts_per_tok"] != 2 * chosen:
         problems.append(

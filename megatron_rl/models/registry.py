@@ -11,7 +11,8 @@ from megatron_rl.models.family import Family, HFConfig, key_value_heads, padded_
 from megatron_rl.models.layers.head_exchange import head_problem
 
 FAMILIES = (qwen3.FAMILY, llama.FAMILY, qwen3_moe.FAMILY, glm4_moe.FAMILY, deepseek_v3.FAMILY, glm_moe_dsa.FAMILY)
-_REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+_SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+"""Without any of these a config says nothing; nothing in the weights shows what rms_norm_eps was."""
 
 
 def read_hf_config(hf_dir: str | Path) -> HFConfig:
@@ -39,7 +40,7 @@ def family_of(hf: HFConfig) -> Family:
     """
     architectures = hf.get("architectures") or []
     for family in FAMILIES:
-        if any(name in family.architectures for name in architectures):
+        if isinstance(architectures, list) and any(name in family.architectures for name in architectures):
             return family
     known = ", ".join(name for family in FAMILIES for name in family.architectures)
     raise ConfigError(f"config.json: architectures = {architectures} is not supported; supported: {known}")
@@ -51,7 +52,9 @@ def check_supported(hf_config: HFConfig, parallel: ParallelConfig) -> list[str]:
         family = family_of(hf_config)
     except ConfigError as error:
         return error.problems
-    missing = [f"config.json: {field!r} is missing" for field in _REQUIRED if not hf_config.get(field)]
+    missing = [*_check_number(hf_config, "rms_norm_eps", float)]
+    for field in _SIZES:
+        missing += _check_number(hf_config, field, int)
     if missing:
         return missing
     problems = [*family.check(hf_config), *rope.check(hf_config, family.rope_kinds)]
@@ -62,6 +65,14 @@ def check_supported(hf_config: HFConfig, parallel: ParallelConfig) -> list[str]:
     experts = [] if problems else _check_experts(family, hf_config, parallel)
     own = [] if problems or layout else family.check_layout(hf_config, parallel)
     return [*problems, *layout, *experts, *own]
+
+
+def _check_number(hf: HFConfig, field: str, kind: type) -> list[str]:
+    if hf.get(field) is None:
+        return [f"config.json: {field!r} is missing"]
+    if type(hf[field]) is not kind or hf[field] <= 0:
+        return [f"config.json: {field!r} = {hf[field]!r} is no {kind.__name__} above 0"]
+    return []
 
 
 def _check_layout(hf: HFConfig, parallel: ParallelConfig) -> list[str]:
@@ -90,11 +101,11 @@ def _check_pipeline(layers: int, parallel: ParallelConfig) -> list[str]:
     if virtual > 1 and pipeline == 1:
         return ["[trainer.parallel] virtual_pipeline_parallel needs pipeline_parallel of 2 or more; leave it out"]
     if sizes is not None:
-        if (len(sizes), sum(sizes)) == (parallel.chunks, layers):
+        if (len(sizes), sum(sizes)) == (parallel.chunks, layers) and min(sizes) > 0:
             return []
         return [
             f"[trainer.parallel] pipeline_layers names {sum(sizes)} layers in {len(sizes)} chunks; the model has {layers} layers, "
-            f"pipeline_parallel x virtual_pipeline_parallel makes {parallel.chunks} chunks"
+            f"pipeline_parallel x virtual_pipeline_parallel makes {parallel.chunks} chunks, and each needs a layer"
         ]
     uneven = "; or say in pipeline_layers how many layers each chunk has"
     if layers % pipeline:

@@ -88,6 +88,15 @@ def _powers(theta: float, rotary_dim: int) -> "Tensor":
 def check(hf: HFConfig, kinds: tuple[str, ...]) -> list[str]:
     """Rotary parameters that a family of these kinds does not compute, one line each."""
     parameters = _parameters(hf)
+    if problems := [
+        f"config.json: {field} = {hf[field]!r} is no table"
+        for field in ("rope_scaling", "rope_parameters")
+        if not isinstance(hf.get(field) or {}, dict)
+    ]:
+        return problems
+    theta = parameters.get("rope_theta") or hf.get("rope_theta") or 10000.0
+    if type(theta) not in (int, float) or theta <= 0:
+        return [f"config.json: rope_theta = {theta!r} is no number above 0"]
     kind = _kind(parameters)
     if kind not in kinds:
         return [f"config.json: rope type {kind!r} is not supported, only {', '.join(map(repr, kinds))}"]
@@ -120,7 +129,8 @@ def rope(hf: HFConfig) -> Rope:
 
 
 def _parameters(hf: HFConfig) -> HFConfig:
-    return hf.get("rope_scaling") or hf.get("rope_parameters") or {}
+    parameters = hf.get("rope_scaling") or hf.get("rope_parameters")
+    return parameters if isinstance(parameters, dict) else {}
 
 
 def _kind(parameters: HFConfig) -> str:

@@ -182,15 +182,15 @@ def test_a_megatron_directory_that_is_damaged(megatron, tmp_path):
     assert damaged("none", lambda path: (path / ".metadata").unlink()).startswith("bad/.metadata: No such file or directory")
 
 
-def test_verification_sums_up_a_megatron_source_first(megatron, tmp_path):
+def test_a_flipped_bit_of_a_megatron_source_is_noticed_before_anything_is_written(megatron, tmp_path):
     rotten = shutil.copytree(megatron, tmp_path / "rotten")
     file = rotten / "__0_0.distcp"
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 1
     file.write_bytes(data)
     message = "rotten/__0_0.distcp: damaged: it has not the checksum that megatron_rl.json says"
-    assert refusal(lambda: to_hf(rotten, tmp_path / "out", check=True), rotten) == message
-    assert refusal(lambda: to_layout(rotten, tmp_path / "out", ParallelConfig(), check=True), rotten) == message
+    assert refusal(lambda: to_hf(rotten, tmp_path / "out"), rotten) == message
+    assert refusal(lambda: to_layout(rotten, tmp_path / "out", ParallelConfig()), rotten) == message
 
 
 def test_too_little_room_is_said_before_anything_is_written(hf, tmp_path, monkeypatch):

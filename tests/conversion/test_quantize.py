@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from tiny_models import write_glm4_moe, write_qwen3, write_qwen3_moe
 from transformers import AutoModelForCausalLM
 
+from megatron_rl.cli import main
 from megatron_rl.config.base import ConfigError
 from megatron_rl.config.trainer import ParallelConfig
 from megatron_rl.conversion.hf_to_megatron import hf_to_megatron
@@ -267,3 +268,18 @@ def test_verification_notices_a_scale_that_is_not_the_weights(exports, tmp_path,
     with pytest.raises(VerificationFailed, match=r"tensor model.layers.0.self_attn.q_proj.weight differs"):
         quantize(exports["qwen3"] / "megatron", tmp_path / "out", "fp8", check=True)
     assert not (tmp_path / "out").exists()
+
+
+def test_the_command_takes_a_recipe_and_refuses_others_in_one_line(exports, tmp_path, capsys):
+    source = str(exports["qwen3"] / "megatron")
+    assert main(["convert", "megatron-to-hf", source, str(tmp_path / "out"), "--quantize", "mxfp8", "--verify"]) == 0
+    assert (tmp_path / "out" / "hf_quant_config.json").is_file()
+    capsys.readouterr()
+    for direction, recipe, line in (
+        ("megatron-to-hf", "int4", "'int4' (choose from"),
+        ("reshard", "fp8", "--quantize: reshard keeps every bit; leave it out"),
+    ):
+        assert main(["convert", direction, source, str(tmp_path / "other"), "--quantize", recipe]) == 2
+        [said] = capsys.readouterr().err.splitlines()
+        assert line in said
+    assert not (tmp_path / "other").exists()

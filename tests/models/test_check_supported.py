@@ -9,7 +9,7 @@ import pytest
 
 from megatron_rl.config.base import ConfigError
 from megatron_rl.config.trainer import ParallelConfig
-from megatron_rl.models import check_supported, read_hf_config
+from megatron_rl.models import check_supported, presets, read_hf_config
 
 QWEN3 = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -19,6 +19,7 @@ QWEN3 = {
     "num_hidden_layers": 4,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-6,
     "hidden_act": "silu",
     "rope_theta": 1000000,
     "rope_scaling": None,
@@ -92,6 +93,33 @@ def test_a_single_normalised_expert_is_refused_before_megatron_does():
     moe = {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 8, "num_experts_per_tok": 1, "moe_intermediate_size": 40}
     assert check_supported(QWEN3 | moe, ParallelConfig()) == []
     assert "num_experts_per_tok = 1 with norm_topk_prob" in _problem(moe | {"norm_topk_prob": True})
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"rms_norm_eps": None}, "'rms_norm_eps' is missing"),
+        ({"rms_norm_eps": "x"}, "'rms_norm_eps' = 'x' is no float above 0"),
+        ({"num_hidden_layers": "4"}, "'num_hidden_layers' = '4' is no int above 0"),
+        ({"num_hidden_layers": 4.0}, "'num_hidden_layers' = 4.0 is no int above 0"),
+        ({"rope_theta": "abc"}, "rope_theta = 'abc' is no number above 0"),
+        ({"rope_theta": -5}, "rope_theta = -5 is no number above 0"),
+        ({"rope_scaling": "linear"}, "rope_scaling = 'linear' is no table"),
+        ({"rope_parameters": [1]}, "rope_parameters = [1] is no table"),
+        ({"architectures": 5}, "architectures = 5 is not supported"),
+    ],
+)
+def test_a_config_of_wrong_types_is_refused_in_one_line(changes, expected):
+    assert expected in _problem(changes)
+
+
+@pytest.mark.parametrize("field", ["routed_scaling_factor", "n_group", "topk_group"])
+def test_what_no_weight_shows_must_stand_in_the_config(field):
+    hf = presets()["deepseek-v3"]
+    assert check_supported(hf, ParallelConfig()) == []
+    assert check_supported({key: value for key, value in hf.items() if key != field}, ParallelConfig()) == [
+        f"config.json: {field!r} is missing"
+    ]
 
 
 def test_several_problems_are_several_lines():
