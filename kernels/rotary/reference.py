@@ -35,13 +35,11 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, direction: int
     cos, sin = (table.view(table.shape[0], *(1,) * (x.dim() - 2), table.shape[1]) for table in (cos, sin))
     rotary_dim = 2 * cos.shape[-1]
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    both = cos.repeat_interleave(2, dim=-1) if interleaved else cos.repeat(*(1,) * (x.dim() - 1), 2)
-    torch.mul(x[..., :rotary_dim], both, out=out[..., :rotary_dim])
-    out[..., rotary_dim:] = x[..., rotary_dim:]
     a, b = _pairs(x, rotary_dim, interleaved)
     out_a, out_b = _pairs(out, rotary_dim, interleaved)
-    out_a.addcmul_(b, sin, value=-direction)
-    out_b.addcmul_(a, sin, value=direction)
+    torch.mul(a, cos, out=out_a).addcmul_(b, sin, value=-direction)
+    torch.mul(b, cos, out=out_b).addcmul_(a, sin, value=direction)
+    out[..., rotary_dim:] = x[..., rotary_dim:]
     return out
 
 

@@ -6,7 +6,8 @@ Nothing inside megatron.core is edited. Process-wide, so it is for trainer ranks
   streams       no-op stream, event, synchronize, memory counters                             (DDP, pipeline p2p, checkpoints)
   Tensor.type   "torch.cuda.FloatTensor" for a float tensor                                   (optimizer and gradient clipping sort by it)
   collectives   all-to-all split sizes as numbers, which Megatron leaves as tensors unless they are CUDA's; gather and reduce-scatter of
-                shares that differ in length, which NCCL takes and gloo does not                 (MoE token dispatch)
+                shares that differ in length, which NCCL takes and gloo does not                 (MoE token dispatch); nothing is
+                copied within a group of one, where gloo copies a model's gradients and weights   (distributed optimizer)
 """
 
 import contextlib
@@ -38,6 +39,16 @@ class _Event:
     def wait(self, *_: Any) -> None: ...
     def synchronize(self) -> None: ...
     def query(self) -> bool:
+        return True
+
+
+class _Done:
+    """Of a collective that had nothing to do."""
+
+    def wait(self, *_: Any) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
         return True
 
 
@@ -156,6 +167,22 @@ def _patch_collectives() -> None:
         output.copy_(reduced[: len(output)])
 
     dist.all_to_all_single, dist.all_gather, dist.reduce_scatter = all_to_all_with_numbers, uneven_all_gather, uneven_reduce_scatter
+    dist.reduce_scatter_tensor = _free_within_one(dist.reduce_scatter_tensor)
+    dist.all_gather_into_tensor = _free_within_one(dist.all_gather_into_tensor)
+
+
+def _free_within_one(collective: Callable[..., Any]) -> Callable[..., Any]:
+    """The collective (output, input, ..., group), which in a group of one only has to bring the input to the output."""
+
+    @functools.wraps(collective)
+    def wrapper(output: torch.Tensor, input: torch.Tensor, *args: Any, group: Any = None, async_op: bool = False, **kwargs: Any) -> Any:
+        if dist.get_world_size(group) > 1 or args:
+            return collective(output, input, *args, group=group, async_op=async_op, **kwargs)
+        if output.data_ptr() != input.data_ptr():
+            output.copy_(input.view_as(output))
+        return _Done() if async_op else None
+
+    return wrapper
 
 
 def _longest(shares: list[torch.Tensor]) -> int | None:
