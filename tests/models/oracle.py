@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 LENGTHS = ([8, 12, 4], [16, 4, 4, 8], [12, 8], [4, 8, 16])
 """Documents of four micro-batches: multiples of 4, so that they divide over two context ranks."""
@@ -30,9 +30,33 @@ def write_micro_batches(path: Path, vocab_size: int) -> dict[str, torch.Tensor]:
     return data
 
 
-def reference(model_dir: Path, data: dict[str, torch.Tensor]) -> dict:
-    """logprobs and entropy per micro-batch, and the gradient of -sum(weights * logprobs) by HF name."""
+def reference(model_dir: Path, data: dict[str, torch.Tensor], learning_rate: float) -> dict:
+    """logprobs and entropy per micro-batch; by HF name the gradient of -sum(weights * logprobs), the weights, and what two steps of SGD
+    make of them."""
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32, attn_implementation="eager")
+    logprobs, entropies = _forward_backward(model, data)
+    gradients = {name: grad for key, p in _trained(model) for name, grad in _as_saved(key, p.grad.clone())}
+    _sgd(model, learning_rate)
+    model.zero_grad()
+    _forward_backward(model, data)
+    _sgd(model, learning_rate)
+    stepped = {name: weight for key, p in _trained(model) for name, weight in _as_saved(key, p.detach())}
+    weights = load_file(model_dir / "model.safetensors")
+    return {"logprobs": logprobs, "entropy": entropies, "gradients": gradients, "stepped": stepped, "weights": weights}
+
+
+def _trained(model: PreTrainedModel) -> list[tuple[str, torch.nn.Parameter]]:
+    """The indexer of sparse attention has no gradient."""
+    return [(name, parameter) for name, parameter in model.named_parameters() if parameter.grad is not None]
+
+
+def _sgd(model: PreTrainedModel, learning_rate: float) -> None:
+    with torch.no_grad():
+        for _, parameter in _trained(model):
+            parameter -= learning_rate * parameter.grad
+
+
+def _forward_backward(model: PreTrainedModel, data: dict[str, torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     logprobs, entropies = [], []
     for number, lengths in enumerate(LENGTHS):
         parts, start = [], 0
@@ -46,10 +70,7 @@ def reference(model_dir: Path, data: dict[str, torch.Tensor]) -> dict:
         (-(chosen * data[f"{number}.weights"]).sum()).backward()
         logprobs.append(chosen.detach())
         entropies.append(-(distribution.exp() * distribution).sum(-1).detach())
-    # The indexer of sparse attention has no gradient.
-    trained = [(key, parameter.grad) for key, parameter in model.named_parameters() if parameter.grad is not None]
-    gradients = {name: grad for key, grad in trained for name, grad in _as_saved(key, grad)}
-    return {"logprobs": logprobs, "entropy": entropies, "gradients": gradients, "weights": load_file(model_dir / "model.safetensors")}
+    return logprobs, entropies
 
 
 def _as_saved(name: str, value: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:

@@ -16,6 +16,9 @@ from megatron_rl.config.trainer import MoEConfig, ParallelConfig, TrainerConfig
 from megatron_rl.models.layers.context_parallel import zigzag_indices
 from megatron_rl.platform.world import split
 
+LEARNING_RATE = 1e-3
+"""Of two steps of plain SGD: the first moves the weights (of size 0.1) by up to 0.02."""
+
 
 def main(args: list[str]) -> list[dict]:
     """args: file of cases [{"name", "model", "parallel", ...}], safetensors of the micro-batches, output folder."""
@@ -55,8 +58,6 @@ def _run(case: dict, parallel: ParallelConfig, world: platform.World, data: dict
     policy.config.finalize_model_grads_func = lambda chunks, _, **kw: finalize_model_grads(chunks, None, **kw)
     ddp_config = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
     chunks = [DistributedDataParallel(policy.config, ddp_config, chunk, disable_bucketing=i > 0) for i, chunk in enumerate(policy.chunks)]
-    for chunk in chunks:
-        chunk.zero_grad_buffer()
     micro_batches = [
         _micro_batch(data, number, world) for number in range(int(data["count"])) if number % world.data_size == world.data_rank
     ]
@@ -73,27 +74,38 @@ def _run(case: dict, parallel: ParallelConfig, world: platform.World, data: dict
 
         return output, loss
 
-    get_forward_backward_func()(
-        forward_step_func=forward,
-        data_iterator=[iter(micro_batches) for _ in chunks],
-        model=chunks,
-        num_microbatches=len(micro_batches),
-        seq_length=1,
-        micro_batch_size=1,
-        forward_only=False,
-    )
-    for chunk in policy.chunks:
-        for parameter in chunk.parameters():
-            if parameter.requires_grad:
+    trained = [parameter for chunk in policy.chunks for parameter in chunk.parameters() if parameter.requires_grad]
+    for step in (1, 2):
+        for chunk in chunks:
+            chunk.zero_grad_buffer()
+        get_forward_backward_func()(
+            forward_step_func=forward,
+            data_iterator=[iter(micro_batches) for _ in chunks],
+            model=chunks,
+            num_microbatches=len(micro_batches),
+            seq_length=1,
+            micro_batch_size=1,
+            forward_only=False,
+        )
+        if step == 1:
+            weights = [parameter.data for parameter in trained]
+            for parameter in trained:
                 parameter.data = parameter.main_grad.clone()
-    frozen = ("e_score_correction_bias", ".indexer.")
-    gradients = {n: tensor.clone() for n, tensor in conversion.export_tensors(policy) if not any(part in n for part in frozen)}
-    _save(gradients, out / f"{case['name']}.grads", world)
+            _save(_exported_trained(policy), out / f"{case['name']}.grads", world)
+            for parameter, weight in zip(trained, weights, strict=True):
+                parameter.data = weight
+            outputs = [torch.cat(stream).tolist() for stream in (logprobs, entropies)] if logprobs else []
+        with torch.no_grad():
+            for parameter in trained:
+                parameter -= (LEARNING_RATE * parameter.main_grad).to(parameter.dtype)
+    _save(_exported_trained(policy), out / f"{case['name']}.stepped", world)
     place = dataclasses.asdict(world) | {"first": world.is_first_stage, "last": world.is_last_stage, "writes": world.writes_stage}
-    result = {"stage_outputs": bool(logprobs), "world": place}
-    if logprobs:
-        result |= {"logprobs": torch.cat(logprobs).tolist(), "entropy": torch.cat(entropies).tolist()}
-    return result
+    return {"stage_outputs": bool(outputs), "world": place, **dict(zip(("logprobs", "entropy"), outputs, strict=False))}
+
+
+def _exported_trained(policy) -> dict[str, torch.Tensor]:
+    frozen = ("e_score_correction_bias", ".indexer.")
+    return {name: tensor.clone() for name, tensor in conversion.export_tensors(policy) if not any(part in name for part in frozen)}
 
 
 def _micro_batch(data: dict, number: int, world: platform.World) -> dict:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from oracle import LENGTHS, reference, write_micro_batches
+from parallel_cases import LEARNING_RATE
 from ranks import run_ranks
 from safetensors.torch import load_file
 from tiny_models import FAMILIES, VARIANTS, write_qwen3
@@ -109,7 +110,7 @@ def data(folder):
 
 @pytest.fixture(scope="module")
 def oracles(folder, data):
-    return {path.name: reference(path, data) for path in folder.iterdir() if (path / "config.json").exists()}
+    return {path.name: reference(path, data, LEARNING_RATE) for path in folder.iterdir() if (path / "config.json").exists()}
 
 
 @pytest.fixture(scope="module")
@@ -186,6 +187,19 @@ def test_gradients_equal_transformers(ranks, case, launches, oracles):
     for name, gradient in expected.items():
         error, size = (gradients[name] - gradient).norm(), gradient.norm()
         assert error <= tolerance * size, f"{name}: error {error:.1e} of {size:.1e}"  # an expert that no token chose has gradient 0
+
+
+@each_case
+def test_two_steps_of_sgd_lead_to_the_same_weights(ranks, case, launches, oracles):
+    _, out = launches(ranks)
+    stepped = _merged(out / f"{case['name']}.stepped")
+    expected = _without_tied_head(oracles[case["model"]]["stepped"], case)
+    assert stepped.keys() == expected.keys()
+    if case.get("dtype") != "bfloat16":
+        for name, weight in expected.items():
+            assert (stepped[name] - weight).abs().max() < 1e-5, name
+    start = oracles[case["model"]]["weights"]
+    assert max((expected[name] - start[name]).abs().max() for name in expected) > 5e-3
 
 
 @each_case
