@@ -30,6 +30,7 @@ CONFIG = {
     "num_attention_heads": 16,
     "num_key_value_heads": 4,
     "head_dim": 64,
+    "rms_norm_eps": 1e-6,
     "num_experts": 64,
     "num_experts_per_tok": 8,
     "norm_topk_prob": True,
