@@ -179,6 +179,8 @@ def check_paths(source: Path, destination: Path) -> None:
     """ConfigError unless the two are apart and the source is there."""
     if not source.is_dir():
         raise ConfigError(f"{source} is not a directory")
+    if destination.name in ("", ".."):
+        raise ConfigError(f"{destination}: the destination must be a new directory's own name")
     if source.resolve() == destination.resolve():
         raise ConfigError(f"{source}: source and destination are the same directory")
     if source.resolve() in destination.resolve().parents:

@@ -124,6 +124,10 @@ def test_paths_and_layouts(hf, megatron, tmp_path):
     assert refusal(lambda: to_megatron(copy, taken), copy) == "taken exists; delete it, or give another destination"
     assert "source and destination are the same directory" in refusal(lambda: to_megatron(copy, copy), copy)
     assert "the destination lies inside the source" in refusal(lambda: to_megatron(copy, copy / "sub"), copy)
+    (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
+    assert "dangling exists" in refusal(lambda: to_megatron(copy, tmp_path / "dangling"), copy)
+    for name in ("/", "..", "."):
+        assert "must be a new directory's own name" in refusal(lambda name=name: to_megatron(copy, Path(name)), copy)
     assert "is not a directory" in refusal(lambda: to_hf(tmp_path / "none", tmp_path / "out"), copy)
     three = ParallelConfig(pipeline_parallel=3)
     assert "pipeline_parallel = 3 does not divide the model's 2 layers" in refusal(
