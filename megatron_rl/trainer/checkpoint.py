@@ -14,6 +14,7 @@ from megatron.core import dist_checkpointing, parallel_state
 
 from megatron_rl import platform
 from megatron_rl.config.base import ConfigError
+from megatron_rl.conversion.metadata import read_metadata
 from megatron_rl.trainer.optimizer import Optimizer
 from megatron_rl.transports.atomic import fsync_path, write_atomic
 
@@ -57,7 +58,9 @@ def due(step: int, last: int, interval: int | None) -> bool:
 def load(checkpoint: Path, optimizer: Optimizer) -> int:
     """Load model and optimizer state in place at any layout (collective). Returns the step.
 
-    Raises ConfigError where routers were frozen and are now trained, or the other way round."""
+    Raises ConfigError where .metadata is damaged or not a checkpoint's, and where routers were frozen and are now trained or the other
+    way round."""
+    read_metadata(checkpoint / "trainer")  # a pickle: refused unless it holds a checkpoint's own classes, before Megatron reads it
     known = dist_checkpointing.load_common_state_dict(str(checkpoint / "trainer"))
     if known["layout"] != LAYOUT:
         raise ValueError(f"{checkpoint}: checkpoint layout {known['layout']}, this version reads {LAYOUT}")
